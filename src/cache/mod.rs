@@ -1,0 +1,5 @@
+//! The paged KV cache.
+mod plan;
+mod spec;
+pub use plan::StepPlan;
+pub use spec::{CacheSpec, GroupSpec, KvFormat, LayerShape};

@@ -1,0 +1,14 @@
+//! A paged, shared KV cache and paged attention for [candle](https://docs.rs/candle-core).
+#![deny(missing_docs)]
+
+pub mod block;
+pub mod cache;
+pub mod error;
+pub mod load;
+pub mod models;
+pub mod ops;
+
+mod attention;
+
+pub use attention::PagedAttention;
+pub use error::{Error, Result};

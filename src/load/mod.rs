@@ -1,0 +1,2 @@
+//! Checkpoints, tokenizers and chat templates.
+#![deny(clippy::indexing_slicing)]
