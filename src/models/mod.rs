@@ -1,6 +1,10 @@
 //! One spec-driven decoder for the common model families.
 #![forbid(unsafe_code)]
 
+mod weights;
+
+pub use weights::{LinearWeight, WeightSource};
+
 use candle_core::Tensor;
 
 use crate::cache::{CacheSpec, StepPlan};
