@@ -10,7 +10,7 @@ use super::pool::{CacheConfig, LayerKv, block_bytes};
 use super::sequence::{SequenceId, Sequences};
 use super::spec::{CacheSpec, GroupSpec};
 use super::state::{Counters, Group, State};
-use crate::block::{BlockAllocator, Event, Namespace};
+use crate::block::{BlockAllocator, BlockId, Event, Namespace};
 use crate::error::{Error, Result};
 use crate::ops;
 
@@ -241,12 +241,9 @@ impl PagedKvCache {
             .groups
             .iter()
             .zip(&prefix.groups)
-            .map(|(group, (_, hits))| {
-                fresh
-                    + hits
-                        .iter()
-                        .filter(|&&hit| group.allocator.ref_count(hit) == 0)
-                        .count()
+            .map(|(group, prefix)| {
+                let unused = |&&hit: &&BlockId| group.allocator.ref_count(hit) == 0;
+                fresh + prefix.blocks.iter().filter(unused).count()
             });
         Cost {
             cached_tokens: prefix.tokens,

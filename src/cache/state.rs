@@ -62,10 +62,20 @@ pub struct Counters {
     pub copies: u64,
 }
 
-/// Prompt blocks that were found, per group: the first block held and the hits from there on.
+/// A prompt's cached prefix.
 pub(super) struct Prefix {
     pub tokens: usize,
-    pub groups: Vec<(usize, Vec<BlockId>)>,
+    pub groups: Vec<PrefixGroup>,
+}
+
+/// The cached prefix in one group.
+pub(super) struct PrefixGroup {
+    /// Logical index of the first block that is needed.
+    pub first: usize,
+    /// The blocks from there on.
+    pub blocks: Vec<BlockId>,
+    /// How far the whole prefix is in the index.
+    pub chain: Chain,
 }
 
 /// Everything that changes, behind one lock.
@@ -75,8 +85,8 @@ pub(super) struct State {
     pub block_size: usize,
     pub groups: Vec<Group>,
     pub sequences: Sequences,
-    /// Pinned nodes per pin, per group.
-    pub pins: HashMap<u64, Vec<Vec<NodeId>>>,
+    /// The last pinned node of each pin, per group.
+    pub pins: HashMap<u64, Vec<Option<NodeId>>>,
     pub next_pin: u64,
     pub live: Option<Live>,
     pub next_step: u64,
@@ -114,10 +124,15 @@ impl State {
         let groups = hits.into_iter().zip(&self.groups).map(|(found, group)| {
             // A window needs only the blocks that the next query still sees.
             let first = (group.spec.first_visible(cached) / self.block_size).min(blocks);
-            (
+            let found = &found[..blocks];
+            PrefixGroup {
                 first,
-                found[first..blocks].iter().map(|hit| hit.block).collect(),
-            )
+                blocks: found[first..].iter().map(|hit| hit.block).collect(),
+                chain: Chain {
+                    blocks,
+                    last: found.last().map(|hit| hit.node),
+                },
+            }
         });
         Prefix {
             tokens: cached,
@@ -135,24 +150,21 @@ impl State {
     ) -> Result<(SequenceId, usize)> {
         let wanted = if read_prefix { tokens } else { &[] };
         let prefix = self.find_prefix(&namespace, wanted);
-        let cached_blocks = prefix.tokens / self.block_size;
         let mut groups = Vec::with_capacity(self.groups.len());
-        for (group, (first, hits)) in self.groups.iter_mut().zip(&prefix.groups) {
+        for (group, prefix) in self.groups.iter_mut().zip(&prefix.groups) {
             self.blocks.clear();
             // Only hits are acquired: taking idle blocks into use cannot run out.
-            group.allocator.acquire(hits, 0, &mut self.blocks)?;
-            let mut table = BlockTable::starting_at(*first);
-            for &hit in hits {
+            group
+                .allocator
+                .acquire(&prefix.blocks, 0, &mut self.blocks)?;
+            let mut table = BlockTable::starting_at(prefix.first);
+            for &hit in &prefix.blocks {
                 table.push(hit);
             }
-            let chain = match hits.last().and_then(|&hit| group.allocator.node_of(hit)) {
-                Some(node) => Chain {
-                    blocks: cached_blocks,
-                    last: Some(node),
-                },
-                None => Chain::START,
-            };
-            groups.push(GroupState { table, chain });
+            groups.push(GroupState {
+                table,
+                chain: indexed.then_some(prefix.chain),
+            });
         }
         for group in &mut self.groups {
             group.allocator.record_query(wanted.len(), prefix.tokens);
@@ -235,9 +247,7 @@ impl State {
         sequence.tokens.truncate(len);
         let (end, full) = (len.div_ceil(self.block_size), len / self.block_size);
         for (group, held) in self.groups.iter_mut().zip(&mut sequence.groups) {
-            self.blocks.clear();
-            held.table.truncate_to(end, &mut self.blocks);
-            for &block in &self.blocks {
+            for block in held.table.truncate_to(end) {
                 group.allocator.release(block)?;
             }
             if len == 0 {
@@ -246,12 +256,11 @@ impl State {
             if full == 0 {
                 held.chain = sequence.indexed.then(Chain::default);
             } else if held.chain.is_some_and(|chain| chain.blocks > full) {
-                let block = held.table.get(full - 1);
-                let last = block.and_then(|block| group.allocator.node_of(block));
-                held.chain = last.map(|node| Chain {
-                    blocks: full,
-                    last: Some(node),
-                });
+                let hits = group
+                    .allocator
+                    .lookup(&sequence.namespace, &sequence.tokens, full);
+                let whole = (hits.len() == full).then(|| hits.last().map(|hit| hit.node));
+                held.chain = whole.map(|last| Chain { blocks: full, last });
             }
         }
         Ok(())
@@ -271,12 +280,11 @@ impl State {
         }
         let mut nodes = Vec::with_capacity(self.groups.len());
         for (group, hits) in self.groups.iter_mut().zip(&pinned) {
-            let mut held = Vec::with_capacity(blocks);
-            for hit in &hits[..blocks] {
-                group.allocator.pin(hit.node)?;
-                held.push(hit.node);
+            let last = hits[..blocks].last().map(|hit| hit.node);
+            if let Some(node) = last {
+                group.allocator.pin(node)?;
             }
-            nodes.push(held);
+            nodes.push(last);
         }
         let pin = self.next_pin;
         self.next_pin += 1;
@@ -284,7 +292,7 @@ impl State {
         Ok((pin, blocks * self.block_size))
     }
 
-    /// Gives up a pin, its last block first.
+    /// Gives up a pin.
     pub(super) fn unpin(&mut self, op: &'static str, pin: u64) -> Result<()> {
         let stale = || Error::StaleHandle {
             op,
@@ -292,8 +300,8 @@ impl State {
             id: pin.to_string(),
         };
         let nodes = self.pins.remove(&pin).ok_or_else(stale)?;
-        for (group, nodes) in self.groups.iter_mut().zip(&nodes) {
-            for &node in nodes.iter().rev() {
+        for (group, node) in self.groups.iter_mut().zip(&nodes) {
+            if let Some(node) = *node {
                 group.allocator.unpin(node)?;
             }
         }
@@ -391,19 +399,10 @@ impl State {
             for (_, block) in replaced.filter_map(|undo| undo.replaced) {
                 *holders.entry(block).or_default() += 1;
             }
-            for nodes in self.pins.values() {
-                for &node in &nodes[g] {
-                    match group.allocator.block_of(node) {
-                        Some(block) => *holders.entry(block).or_default() += 1,
-                        None => return broken(format!("group {g}: pinned node {node:?} is gone")),
-                    }
-                }
-            }
-            for block in (0..group.allocator.num_blocks()).filter_map(BlockId::from_index) {
-                let (count, held) = (
-                    group.allocator.ref_count(block),
-                    holders.get(&block).copied().unwrap_or(0),
-                );
+            for block in (0..group.allocator.num_blocks()).map(|index| BlockId::new(index as u32)) {
+                let held =
+                    holders.get(&block).copied().unwrap_or(0) + group.allocator.pin_count(block);
+                let count = group.allocator.ref_count(block);
                 if count != held {
                     return broken(format!(
                         "group {g}: block {block} counts {count}, {held} hold it"

@@ -197,10 +197,7 @@ impl State {
                 }
                 let held = &mut sequence.groups[g];
                 let len = sequence.tokens.len();
-                self.blocks.clear();
-                held.table
-                    .truncate_to(len.div_ceil(self.block_size), &mut self.blocks);
-                for &block in &self.blocks {
+                for block in held.table.truncate_to(len.div_ceil(self.block_size)) {
                     group.allocator.release(block)?;
                 }
                 while let Some(chain) = held
@@ -225,12 +222,8 @@ impl State {
                         last: Some(node),
                     });
                 }
-                self.blocks.clear();
-                held.table.release_front(
-                    group.spec.first_visible(len) / self.block_size,
-                    &mut self.blocks,
-                );
-                release_from_end(&mut group.allocator, &self.blocks)?;
+                let visible = group.spec.first_visible(len) / self.block_size;
+                release_from_end(&mut group.allocator, held.table.release_front(visible))?;
             }
         }
         self.counters.steps += 1;
@@ -254,13 +247,13 @@ impl State {
             for (g, group) in self.groups.iter_mut().enumerate() {
                 let undo = live.undo[f * groups + g];
                 let table = &mut sequence.groups[g].table;
-                self.blocks.clear();
-                table.truncate_to(undo.end, &mut self.blocks);
-                if let Some((logical, old)) = undo.replaced {
-                    self.blocks.extend(table.replace(logical, old));
-                }
-                for &block in &self.blocks {
+                for block in table.truncate_to(undo.end) {
                     group.allocator.release(block)?;
+                }
+                if let Some((logical, old)) = undo.replaced
+                    && let Some(fresh) = table.replace(logical, old)
+                {
+                    group.allocator.release(fresh)?;
                 }
             }
         }
