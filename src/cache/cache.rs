@@ -8,7 +8,7 @@ use candle_core::{Device, Tensor};
 use super::plan::{Feed, Layers, StepBuffers, StepPlan};
 use super::pool::{CacheConfig, LayerKv, block_bytes};
 use super::sequence::{SequenceId, Sequences};
-use super::spec::{CacheSpec, GroupSpec};
+use super::spec::CacheSpec;
 use super::state::{Counters, Group, State};
 use crate::block::{BlockAllocator, BlockId, Event, Namespace};
 use crate::error::{Error, Result};
@@ -35,6 +35,7 @@ impl Default for AddOptions {
         Self {
             namespace: Namespace::default(),
             read_prefix: true,
+            indexed: true,
         }
     }
 }

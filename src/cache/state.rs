@@ -15,11 +15,10 @@ pub(super) struct Group {
     pub allocator: BlockAllocator,
 }
 
-/// A feed of the live step: how long its sequence was and how many rows it adds.
+/// A feed of the live step: the rows it adds to its sequence.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct LiveFeed {
     pub sequence: SequenceId,
-    pub start: usize,
     pub rows: usize,
 }
 
@@ -175,6 +174,7 @@ impl State {
         let tokens = tokens[..prefix.tokens].to_vec();
         let id = self.sequences.insert(Sequence {
             namespace,
+            indexed,
             tokens,
             groups,
         });

@@ -51,10 +51,8 @@ impl State {
             },
         );
         for feed in feeds {
-            let start = self.sequences.get(PLAN, feed.sequence)?.tokens.len();
             live.feeds.push(LiveFeed {
                 sequence: feed.sequence,
-                start,
                 rows: feed.tokens.len(),
             });
         }
