@@ -172,6 +172,10 @@ impl World {
                     let expected = if *read { longest.unwrap_or(0) } else { 0 };
                     assert_eq!(added.cached_tokens, expected, "hits of {prompt:?}");
                 }
+                for (g, group) in self.cache.spec().groups.iter().enumerate() {
+                    let held = self.cache.block_table(added.id, g).unwrap().1.len();
+                    assert_eq!(held, group.blocks_held(added.cached_tokens, self.block_size));
+                }
                 let tokens = prompt[..added.cached_tokens].to_vec();
                 self.live.push(Naive {
                     id: added.id,
