@@ -7,6 +7,8 @@
 
 pub mod chat;
 pub mod gguf;
+#[cfg(feature = "hub")]
+pub mod hub;
 mod json;
 mod mmap;
 pub mod safetensors;

@@ -144,7 +144,9 @@ fn strftime(format: &str, seconds: u64) -> Result<String, Error> {
 
 /// Year, month from 0 and day from 1 of a day counted from 1970-01-01, Gregorian.
 fn date(mut days: u64) -> (u64, u64, u64) {
-    let leap = |year: u64| (year % 4 == 0 && year % 100 != 0) || year % 400 == 0;
+    let leap = |year: u64| {
+        (year.is_multiple_of(4) && !year.is_multiple_of(100)) || year.is_multiple_of(400)
+    };
     let mut year = 1970;
     loop {
         let length = 365 + u64::from(leap(year));

@@ -229,7 +229,7 @@ impl<'a> Reader<'a> {
         let (Some(start), Some(end)) = (start, end) else {
             return Err(self.bad(&format!("tensor `{name}`: its offset overflows")));
         };
-        if entry.offset % alignment != 0 {
+        if !entry.offset.is_multiple_of(alignment) {
             return Err(self.bad(&format!(
                 "tensor `{name}`: offset {} is not a multiple of the alignment {alignment}",
                 entry.offset
