@@ -1,0 +1,229 @@
+//! The decoder that runs any [`ModelSpec`].
+
+use candle_core::{DType, Device, Tensor};
+
+use super::CausalLm;
+use super::layers::{AttentionLayer, FeedForwardLayer, Loader, NormLayer};
+use super::linear::{Embedding, Linear};
+use super::rope::{Angles, Rope};
+use super::spec::{LayerSpec, ModelSpec, Presence, RopeSpec};
+use super::weights::WeightSource;
+use crate::cache::{CacheSpec, StepPlan};
+use crate::error::{Error, Result};
+
+const OP: &str = "forward";
+
+/// A language model: a [`ModelSpec`] with its weights.
+///
+/// All sequences of a step run together as `[rows, hidden]`, whatever mixture of prompts and
+/// single tokens they are; only attention knows which rows belong together. On a CPU the whole
+/// step runs on candle's own thread pool.
+#[derive(Debug, Clone)]
+pub struct Decoder {
+    spec: ModelSpec,
+    device: Device,
+    embedding: Embedding,
+    ropes: Vec<Rope>,
+    layers: Vec<Layer>,
+    final_norm: NormLayer,
+    head: Linear,
+}
+
+#[derive(Debug, Clone)]
+struct Layer {
+    attention_norm: NormLayer,
+    attention: AttentionLayer,
+    /// Index into [`Decoder::ropes`].
+    rope: usize,
+    feed_forward_norm: NormLayer,
+    feed_forward: FeedForwardLayer,
+}
+
+impl Decoder {
+    /// Loads the weights of `spec` to `device`. Dense weights and the residual stream are of
+    /// `dtype` (f32, f16 or bf16); quantised weights stay as they are stored. Projections of
+    /// one input are stored as one matrix where their types allow.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for a spec that contradicts itself or another dtype; what
+    /// `weights` answers for a tensor that is missing or has another shape.
+    pub fn load(
+        spec: ModelSpec,
+        weights: &dyn WeightSource,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Self> {
+        spec.check()?;
+        if !matches!(dtype, DType::F32 | DType::F16 | DType::BF16) {
+            return Err(Error::InvalidArgument {
+                op: "load_model",
+                what: "dtype".into(),
+                expected: "f32, f16 or bf16".into(),
+                got: format!("{dtype:?}"),
+            });
+        }
+        let names = spec.names;
+        let loader = Loader {
+            weights,
+            names: &names,
+            hidden: spec.hidden,
+            dtype,
+            device,
+        };
+        let embedding = loader.matrix(names.embedding, spec.vocab, spec.hidden)?;
+        let embedding = Embedding::new(embedding, dtype, device)?;
+        let tied = match spec.head {
+            Presence::Never => true,
+            Presence::Always => false,
+            Presence::IfStored => !weights.contains(&format!("{}.weight", names.head)),
+        };
+        let head = if tied {
+            embedding.tied_head(device)?
+        } else {
+            let head = loader.matrix(names.head, spec.vocab, spec.hidden)?;
+            Linear::new(head, None, dtype, device)?
+        };
+        let mut kinds: Vec<&RopeSpec> = Vec::new();
+        let mut layers = Vec::with_capacity(spec.layers.len());
+        for (number, layer) in spec.layers.iter().enumerate() {
+            let rope = &layer.attention.rope;
+            let index = kinds.iter().position(|kind| *kind == rope);
+            let index = index.unwrap_or_else(|| {
+                kinds.push(rope);
+                kinds.len() - 1
+            });
+            layers.push(Layer::load(&loader, number, layer, index)?);
+        }
+        let ropes = kinds
+            .into_iter()
+            .map(|kind| {
+                let name = format!("{}.weight", names.rope_divisors);
+                let divisors = loader
+                    .optional(&name, &[kind.dim / 2], spec.rope_divisors)?
+                    .map(|divisors| divisors.to_vec1::<f32>())
+                    .transpose()?;
+                Ok(Rope::new(kind, divisors.as_deref()))
+            })
+            .collect::<Result<_>>()?;
+        let final_norm = NormLayer::load(&loader, names.final_norm, spec.final_norm)?;
+        Ok(Self {
+            device: device.clone(),
+            embedding,
+            ropes,
+            layers,
+            final_norm,
+            head,
+            spec,
+        })
+    }
+
+    /// What this model is.
+    pub fn spec(&self) -> &ModelSpec {
+        &self.spec
+    }
+
+    /// Refuses what would be out of range, before anything is computed.
+    fn check(&self, tokens: &Tensor, plan: &StepPlan) -> Result<()> {
+        if tokens.id() != plan.tokens().id() {
+            return Err(Error::InvalidArgument {
+                op: OP,
+                what: "tokens".into(),
+                expected: "the tensor that `plan.tokens()` gives".into(),
+                got: format!("another tensor, {:?}", tokens.dims()),
+            });
+        }
+        let vocab = self.spec.vocab;
+        if let Some(&token) = plan.token_ids().iter().find(|&&id| id as usize >= vocab) {
+            return Err(Error::TokenOutOfRange {
+                op: OP,
+                token,
+                vocab,
+            });
+        }
+        let max = self.spec.context_length;
+        match plan.positions().iter().max() {
+            Some(&last) if last as usize >= max => Err(Error::ContextLength {
+                op: OP,
+                len: last as usize + 1,
+                max,
+            }),
+            _ => Ok(()),
+        }
+    }
+
+    fn run(&self, tokens: &Tensor, plan: &StepPlan) -> Result<Tensor> {
+        let angles = self
+            .ropes
+            .iter()
+            .map(|rope| Ok(rope.angles(plan.positions(), &self.device)?))
+            .collect::<Result<Vec<_>>>()?;
+        let mut x = self.embedding.forward(tokens)?;
+        for (number, layer) in self.layers.iter().enumerate() {
+            x = layer.forward(number, &x, &angles, plan)?;
+        }
+        let wanted = plan.logit_rows();
+        if wanted.is_empty() {
+            return Ok(Tensor::zeros(
+                (0, self.spec.vocab),
+                DType::F32,
+                &self.device,
+            )?);
+        }
+        if wanted.len() != x.dim(0)? {
+            x = x.index_select(&Tensor::new(wanted, &self.device)?, 0)?;
+        }
+        let x = self.final_norm.forward(&x.to_dtype(DType::F32)?)?;
+        self.head.forward(&x)
+    }
+}
+
+impl Layer {
+    fn load(loader: &Loader<'_>, number: usize, spec: &LayerSpec, rope: usize) -> Result<Self> {
+        let norm = |name, norm| NormLayer::load(loader, &loader.names.in_layer(number, name), norm);
+        Ok(Self {
+            attention_norm: norm(loader.names.attention_norm, spec.attention_norm)?,
+            attention: AttentionLayer::load(loader, number, &spec.attention)?,
+            rope,
+            feed_forward_norm: norm(loader.names.feed_forward_norm, spec.feed_forward_norm)?,
+            feed_forward: FeedForwardLayer::load(loader, number, &spec.feed_forward)?,
+        })
+    }
+
+    fn forward(
+        &self,
+        number: usize,
+        x: &Tensor,
+        angles: &[Angles],
+        plan: &StepPlan,
+    ) -> Result<Tensor> {
+        let normed = self.attention_norm.forward(x)?;
+        let attended = self
+            .attention
+            .forward(number, &normed, &angles[self.rope], plan)?;
+        let x = (x + attended)?;
+        let normed = self.feed_forward_norm.forward(&x)?;
+        Ok((&x + self.feed_forward.forward(&normed)?)?)
+    }
+}
+
+impl CausalLm for Decoder {
+    /// # Errors
+    /// [`Error::TokenOutOfRange`] and [`Error::ContextLength`], before any work;
+    /// [`Error::InvalidArgument`] if `tokens` are not the plan's; those of the ops.
+    fn forward(&self, tokens: &Tensor, plan: &StepPlan) -> Result<Tensor> {
+        self.check(tokens, plan)?;
+        self.device.with_context(|| self.run(tokens, plan))
+    }
+
+    fn cache_spec(&self, dtype: DType) -> Result<CacheSpec> {
+        self.spec.cache_spec(dtype)
+    }
+
+    fn vocab_size(&self) -> usize {
+        self.spec.vocab
+    }
+
+    fn context_length(&self) -> usize {
+        self.spec.context_length
+    }
+}
