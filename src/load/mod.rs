@@ -11,10 +11,12 @@ pub mod gguf;
 pub mod hub;
 mod json;
 mod mmap;
+mod pretrained;
 pub mod safetensors;
 mod text_stream;
 pub mod tokenizer;
 
+pub use pretrained::{LoadOptions, Pretrained, from_pretrained};
 pub use text_stream::TextStream;
 
 use candle_core::DType;
