@@ -174,7 +174,10 @@ impl World {
                 }
                 for (g, group) in self.cache.spec().groups.iter().enumerate() {
                     let held = self.cache.block_table(added.id, g).unwrap().1.len();
-                    assert_eq!(held, group.blocks_held(added.cached_tokens, self.block_size));
+                    assert_eq!(
+                        held,
+                        group.blocks_held(added.cached_tokens, self.block_size)
+                    );
                 }
                 let tokens = prompt[..added.cached_tokens].to_vec();
                 self.live.push(Naive {
