@@ -13,6 +13,7 @@ use candle_core::{DType, Device, Tensor};
 use candle_paged_attn::cache::{AddOptions, CacheConfig, Feed, Logits, PagedKvCache, SequenceId};
 use candle_paged_attn::load::{LoadOptions, Pretrained, from_pretrained};
 use candle_paged_attn::models::CausalLm;
+use candle_transformers::models::quantized_llama;
 use serde::Deserialize;
 
 #[derive(Deserialize)]
@@ -133,7 +134,7 @@ fn golden_all_prompts_in_one_batch() {
         .map(|g| cache.add(&g.prompt_ids, AddOptions::default()).unwrap().id)
         .collect();
     let mut next: Vec<Vec<u32>> = goldens.iter().map(|g| g.prompt_ids.clone()).collect();
-    let mut answers = vec![vec![]; goldens.len()];
+    let mut answers: Vec<Vec<u32>> = vec![vec![]; goldens.len()];
     for _ in 0..64 {
         let feeds: Vec<_> = ids
             .iter()
@@ -245,43 +246,56 @@ fn relative(a: &[f32], b: &[f32]) -> f64 {
 }
 
 /// The quantised path against candle's own `quantized_llama` on the same file.
+///
+/// Quantised products round their activations to 8 bits, so a difference in the last bit of an
+/// attention output can flip a rounding, and later layers amplify it: on this prompt candle
+/// differs from *itself* by some 3 % when it is fed in other chunks. One token, where
+/// attention is exact, must agree to 1e-3; 32 tokens must agree as well as candle does with
+/// itself.
 #[test]
 fn quantized_logits_equal_candles() {
     let Some(path) = support::model_or_skip("quantized_logits_equal_candles") else {
         return;
     };
-    if path.is_dir() {
-        panic!(
-            "this test needs the GGUF; unset {}",
-            support::MODEL_VARIABLE
-        );
-    }
+    assert!(
+        path.is_file(),
+        "this test needs the GGUF; unset {}",
+        support::MODEL_VARIABLE
+    );
     let ours = from_pretrained(&path, &LoadOptions::default()).unwrap();
-    let mut file = std::fs::File::open(&path).unwrap();
-    let content = gguf_file::Content::read(&mut file).unwrap();
-    let mut theirs = candle_transformers::models::quantized_llama::ModelWeights::from_gguf(
-        content,
-        &mut file,
-        &Device::Cpu,
-    )
-    .unwrap();
-    let prompt = &goldens()[4].prompt_ids;
-    for len in [1, 32] {
+    let prompt = &goldens()[4].prompt_ids[..32];
+    let candle = |tokens: &[u32], chunk: usize| {
+        let mut file = std::fs::File::open(&path).unwrap();
+        let content = gguf_file::Content::read(&mut file).unwrap();
+        let mut model =
+            quantized_llama::ModelWeights::from_gguf(content, &mut file, &Device::Cpu).unwrap();
+        let mut logits = None;
+        for (i, piece) in tokens.chunks(chunk).enumerate() {
+            let input = Tensor::new(piece, &Device::Cpu)
+                .unwrap()
+                .unsqueeze(0)
+                .unwrap();
+            logits = Some(model.forward(&input, i * chunk).unwrap());
+        }
+        logits.unwrap().to_vec2::<f32>().unwrap().remove(0)
+    };
+    let paged = |tokens: &[u32]| {
         let cache = new_cache(&ours, 64, 16);
-        let id = cache.add(&prompt[..len], AddOptions::default()).unwrap().id;
-        let logits = prefill(&ours, &cache, id, &prompt[..len], usize::MAX);
-        let input = Tensor::new(&prompt[..len], &Device::Cpu)
+        let id = cache.add(tokens, AddOptions::default()).unwrap().id;
+        prefill(&ours, &cache, id, tokens, usize::MAX)
+            .to_vec2::<f32>()
             .unwrap()
-            .unsqueeze(0)
-            .unwrap();
-        let expected = theirs.forward(&input, 0).unwrap();
-        let [ours, theirs] = [logits, expected].map(|x| x.to_vec2::<f32>().unwrap().remove(0));
-        assert!(
-            relative(&ours, &theirs) < 1e-3,
-            "{len} tokens: {}",
-            relative(&ours, &theirs)
-        );
-    }
+            .remove(0)
+    };
+    let one = relative(&paged(&prompt[..1]), &candle(&prompt[..1], 1));
+    assert!(one < 1e-3, "1 token: {one}");
+    let whole = candle(prompt, 32);
+    let own_spread = relative(&candle(prompt, 1), &whole);
+    let ours = relative(&paged(prompt), &whole);
+    assert!(
+        ours <= own_spread,
+        "32 tokens: {ours}, candle with itself {own_spread}"
+    );
 }
 
 /// All logits of a prompt, and the unused logits of a chunk, as the feeds ask for them.
