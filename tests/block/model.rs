@@ -619,7 +619,7 @@ proptest! {
         num_blocks in 1..=MAX_BLOCKS,
         block_size in prop::sample::select(vec![1usize, 2, 4]),
         mask in prop::sample::select(vec![u64::MAX, 1, 0]),
-        ops in prop::collection::vec(op(), 1..40),
+        ops in prop::collection::vec(op(), 1..60),
     ) {
         let mut twin = Twin::new(num_blocks, block_size, mask);
         for op in &ops {
