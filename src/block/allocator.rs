@@ -213,6 +213,9 @@ impl<S: BuildHasher> BlockAllocator<S> {
     ///
     /// Release the blocks of a sequence last first: of two idle blocks the one released
     /// earlier gives way earlier, and a tail without its head is of no use.
+    /// Blocks that fall behind a window are released first first: of those with content that
+    /// depends on them the one released last gives way first, and takes the least along when
+    /// it is the deepest.
     ///
     /// # Errors
     /// [`Error::StaleHandle`] for a block without references, [`Error::InvalidArgument`] for

@@ -14,7 +14,7 @@ use std::fmt;
 pub struct BlockId(u32);
 
 impl BlockId {
-    pub(super) const fn new(raw: u32) -> Self {
+    pub(crate) const fn new(raw: u32) -> Self {
         Self(raw)
     }
 
