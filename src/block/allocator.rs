@@ -38,7 +38,7 @@ use crate::error::{Error, Result};
 /// goes, that block is sorted back into its queue by age, a walk past the idle blocks used in
 /// between (none, when the blocks of a sequence are released together).
 ///
-/// Bookkeeping takes about 200 bytes and `4 * block_size` bytes for each block.
+/// Bookkeeping takes about 130 bytes and `4 * block_size` bytes for each block.
 ///
 /// The method is vLLM's block pool (Kwon et al. 2023, *Efficient Memory Management for Large
 /// Language Model Serving with PagedAttention*) with a tree of nodes, as in SGLang's
@@ -213,6 +213,9 @@ impl<S: BuildHasher> BlockAllocator<S> {
     ///
     /// Release the blocks of a sequence last first: of two idle blocks the one released
     /// earlier gives way earlier, and a tail without its head is of no use.
+    /// Blocks that fall behind a window are released first first: of those with content that
+    /// depends on them the one released last gives way first, and takes the least along when
+    /// it is the deepest.
     ///
     /// # Errors
     /// [`Error::StaleHandle`] for a block without references, [`Error::InvalidArgument`] for

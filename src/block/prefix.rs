@@ -117,8 +117,9 @@ impl<S: BuildHasher> BlockAllocator<S> {
         if above != NIL && self.index.namespace(above) != namespace {
             return refuse(
                 "namespace",
-                format!("that of the parent, {:?}", self.index.namespace(above)),
-                format!("{namespace:?}"),
+                // Not printed: a salt may be a secret of its tenant.
+                format!("that of the parent, node {}", self.index.id(above)),
+                "another".into(),
             );
         }
         let key = Key {

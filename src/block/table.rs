@@ -88,8 +88,9 @@ impl BlockTable {
         self.blocks.drain(self.dead + keep..).rev()
     }
 
-    /// Removes the blocks before logical index `upto` and returns them in logical order. The
-    /// table then begins at `upto`, or at its end when that comes first.
+    /// Removes the blocks before logical index `upto` and returns them in logical order, that
+    /// in which to release them. The table then begins at `upto`, or at its end when that
+    /// comes first.
     pub fn release_front(&mut self, upto: usize) -> &[BlockId] {
         if self.dead > self.len() {
             self.blocks.drain(..self.dead);

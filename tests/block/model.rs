@@ -374,11 +374,10 @@ impl Twin {
         let known = block < self.refs.len();
         let of_parent = parent.and_then(|id| self.findable.get(&id));
         let foreign = of_parent.is_some_and(|path| path.0 != ns);
-        if known && self.refs[block] > 0 && self.key[block].is_none() && !foreign {
-            if tokens.len() == self.block_size {
-                self.register(ns, parent, tokens, id);
-                return;
-            }
+        let can = known && self.refs[block] > 0 && self.key[block].is_none() && !foreign;
+        if can && tokens.len() == self.block_size {
+            self.register(ns, parent, tokens, id);
+            return;
         }
         let result = self.real.register(&self.namespaces[ns], parent, tokens, id);
         match result {
@@ -390,7 +389,7 @@ impl Twin {
         }
     }
 
-    /// References that the model knows to be held by sequences or pins are not given away.
+    /// Whether a block has a reference that no sequence and no pin holds.
     fn loose(&self, block: usize) -> bool {
         let id = self.ids[block];
         let held = self.sequences.iter().flat_map(BlockTable::blocks);
@@ -619,7 +618,7 @@ proptest! {
         num_blocks in 1..=MAX_BLOCKS,
         block_size in prop::sample::select(vec![1usize, 2, 4]),
         mask in prop::sample::select(vec![u64::MAX, 1, 0]),
-        ops in prop::collection::vec(op(), 1..40),
+        ops in prop::collection::vec(op(), 1..60),
     ) {
         let mut twin = Twin::new(num_blocks, block_size, mask);
         for op in &ops {
