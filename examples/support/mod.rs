@@ -10,6 +10,7 @@ use std::path::PathBuf;
 use anyhow::{Context, Result, bail};
 use candle_paged_attn::load::hub;
 
+#[allow(unused_imports)]
 pub use hf_folder::write_hf_folder;
 
 /// Names a model file or folder that is used instead of the default one.
@@ -80,4 +81,14 @@ fn cache_file() -> Option<PathBuf> {
             .join("candle-paged-attn")
             .join("SmolLM2-135M-Instruct.Q4_1.gguf"),
     )
+}
+
+/// Sets the number of threads of both of candle's pools. To be called first thing in `main`:
+/// the pools read their variables when candle is first used.
+#[allow(unsafe_code)]
+pub fn set_threads(threads: usize) {
+    for variable in ["RAYON_NUM_THREADS", "CANDLE_NUM_THREADS"] {
+        // SAFETY: the caller has started no thread yet, so nobody reads the environment.
+        unsafe { std::env::set_var(variable, threads.to_string()) };
+    }
 }
