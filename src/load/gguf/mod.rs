@@ -163,11 +163,13 @@ impl GgufFile {
     /// # Errors
     /// As [`GgufFile::string`].
     pub fn strings(&self, key: &str) -> Result<Vec<&str>> {
-        let element = |(i, value): (usize, _)| match value {
-            Value::String(s) => Ok(s.as_str()),
-            other => Err(self.wrong_type(&format!("{key}[{i}]"), "a string", other)),
-        };
-        self.array(key)?.iter().enumerate().map(element).collect()
+        let elements = self.array(key)?.iter().enumerate();
+        elements
+            .map(|(i, value)| match value {
+                Value::String(s) => Ok(s.as_str()),
+                other => Err(self.wrong_type(&format!("{key}[{i}]"), "a string", other)),
+            })
+            .collect()
     }
 
     /// Reads a key that may be absent: `file.optional("key", GgufFile::u32)`.
