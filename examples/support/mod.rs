@@ -1,6 +1,6 @@
 //! What examples, benches and tests share: the default model, and its weights in the Hugging
 //! Face layout. Included with `#[path]`; not part of the library.
-#![allow(dead_code)] // Each user takes only a part.
+#![allow(dead_code, unused_imports)] // Each user takes only a part.
 
 mod hf_folder;
 mod wheel;

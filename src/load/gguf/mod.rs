@@ -105,8 +105,7 @@ impl GgufFile {
     /// A string.
     ///
     /// # Errors
-    /// [`Error::Missing`] without the key, [`Error::Format`] if it holds another type; so too
-    /// for the accessors below.
+    /// [`Error::Missing`] without the key, [`Error::Format`] if it holds another type.
     pub fn string(&self, key: &str) -> Result<&str> {
         match self.value(key)? {
             Value::String(s) => Ok(s),
@@ -115,6 +114,9 @@ impl GgufFile {
     }
 
     /// A non-negative integer of any width that fits 32 bits.
+    ///
+    /// # Errors
+    /// As [`GgufFile::string`].
     pub fn u32(&self, key: &str) -> Result<u32> {
         let value = self.value(key)?;
         integer(value)
@@ -123,6 +125,9 @@ impl GgufFile {
     }
 
     /// A floating-point number of either width.
+    ///
+    /// # Errors
+    /// As [`GgufFile::string`].
     pub fn f32(&self, key: &str) -> Result<f32> {
         match self.value(key)? {
             Value::F32(x) => Ok(*x),
@@ -132,6 +137,9 @@ impl GgufFile {
     }
 
     /// A boolean.
+    ///
+    /// # Errors
+    /// As [`GgufFile::string`].
     pub fn bool(&self, key: &str) -> Result<bool> {
         match self.value(key)? {
             Value::Bool(b) => Ok(*b),
@@ -140,6 +148,9 @@ impl GgufFile {
     }
 
     /// An array of any element type.
+    ///
+    /// # Errors
+    /// As [`GgufFile::string`].
     pub fn array(&self, key: &str) -> Result<&[Value]> {
         match self.value(key)? {
             Value::Array(values) => Ok(values),
@@ -148,23 +159,17 @@ impl GgufFile {
     }
 
     /// An array of strings.
+    ///
+    /// # Errors
+    /// As [`GgufFile::string`].
     pub fn strings(&self, key: &str) -> Result<Vec<&str>> {
-        let element = |(i, value): (usize, &'_ Value)| match value {
-            Value::String(_) => Ok(i),
-            other => Err(self.wrong_type(&format!("{key}[{i}]"), "a string", other)),
-        };
-        let values = self.array(key)?;
-        values
-            .iter()
-            .enumerate()
-            .try_for_each(|e| element(e).map(drop))?;
-        Ok(values
-            .iter()
-            .filter_map(|value| match value {
-                Value::String(s) => Some(s.as_str()),
-                _ => None,
+        let elements = self.array(key)?.iter().enumerate();
+        elements
+            .map(|(i, value)| match value {
+                Value::String(s) => Ok(s.as_str()),
+                other => Err(self.wrong_type(&format!("{key}[{i}]"), "a string", other)),
             })
-            .collect())
+            .collect()
     }
 
     /// Reads a key that may be absent: `file.optional("key", GgufFile::u32)`.
