@@ -139,7 +139,11 @@ impl<'a> Reference<'a> {
             add(&mut x, &self.feed_forward(&layer, &normed));
         }
         let x = self.norm("model.norm", &x);
-        let head = if self.tiny.tied { "model.embed_tokens" } else { "lm_head" };
+        let head = if self.tiny.tied {
+            "model.embed_tokens"
+        } else {
+            "lm_head"
+        };
         let logits = self.linear(head, &x);
         logits
             .into_iter()
