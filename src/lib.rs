@@ -9,6 +9,8 @@ pub mod models;
 pub mod ops;
 
 mod attention;
+mod layer_cache;
 
 pub use attention::PagedAttention;
 pub use error::{Error, Result};
+pub use layer_cache::LayerCache;

@@ -1,5 +1,19 @@
-//! The paged KV cache.
+//! The paged KV cache: tensors, sequences and step plans. It knows neither models nor text nor
+//! sampling, so that any model and any loop can use it.
+#![forbid(unsafe_code)]
+
+#[allow(clippy::module_inception)]
+mod cache;
 mod plan;
+mod pool;
+mod sequence;
 mod spec;
-pub use plan::StepPlan;
+mod state;
+mod step;
+
+pub use cache::{AddOptions, Added, CacheEvent, Cost, GroupUsage, PagedKvCache, Pin};
+pub use plan::{Feed, Logits, StepPlan};
+pub use pool::{CacheConfig, CacheSize, DEFAULT_BLOCK_SIZE, LayerKv};
+pub use sequence::SequenceId;
 pub use spec::{CacheSpec, GroupSpec, KvFormat, LayerShape};
+pub use state::Counters;

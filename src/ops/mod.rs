@@ -1,6 +1,24 @@
 //! The custom ops. Ops see tensors and index arrays and know nothing of sequences, models or
 //! text, so that any of them can be compared with a peer's kernel call by call.
+//!
+//! Every public function here checks all of its arguments first (`check`), then runs the
+//! kernel of the device: `cpu`, or [`portable`] where there is no kernel.
 
+mod attention;
+mod check;
+mod copy;
+mod cpu;
+mod gather;
+mod merge;
+mod options;
 mod page_table;
+pub mod portable;
+mod write;
 
+pub use attention::{AttnState, paged_attention, paged_attention_state};
+pub use copy::copy_blocks;
+pub use gather::gather_kv;
+pub use merge::merge_states;
+pub use options::{AttentionOptions, Mask};
 pub use page_table::PageTable;
+pub use write::write_kv;

@@ -246,6 +246,11 @@ impl PageTable {
         }
     }
 
+    /// The query rows of sequence `seq`, which must be one of the table's.
+    pub(crate) fn rows(&self, seq: usize) -> std::ops::Range<usize> {
+        self.query_offsets[seq] as usize..self.query_offsets[seq + 1] as usize
+    }
+
     /// Largest page id in the table, `None` if it lists no page. Kept while the table is
     /// built, so that an op checks a table against its cache in O(1).
     pub fn max_page(&self) -> Option<u32> {

@@ -1,0 +1,278 @@
+//! Answers a prompt with a model whose K/V lives in a paged cache.
+//!
+//! ```text
+//! cargo run --release --example generate -- "What is the capital of France?"
+//! ```
+
+#[path = "support/mod.rs"]
+mod support;
+
+use std::io::Write;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use bytesize::ByteSize;
+use candle_core::{DType, Device};
+use candle_paged_attn::cache::{AddOptions, CacheConfig, Feed, Logits, PagedKvCache, SequenceId};
+use candle_paged_attn::load::{
+    LoadOptions, Pretrained, TextStream, chat::Message, from_pretrained,
+};
+use candle_paged_attn::models::CausalLm;
+use candle_transformers::generation::{LogitsProcessor, Sampling};
+use clap::Parser;
+use serde_json::json;
+
+/// Prompt tokens computed per step: bounds the memory of a long prompt's activations.
+const PREFILL_CHUNK: usize = 512;
+
+/// Answers a prompt with a model whose K/V lives in a paged cache.
+#[derive(Debug, Parser)]
+struct Args {
+    /// The prompt.
+    prompt: String,
+    /// A GGUF file, a folder with config.json, tokenizer.json and safetensors, or a hub id.
+    /// Without it: SmolLM2-135M-Instruct.
+    #[arg(long, value_name = "PATH|HUB_ID")]
+    model: Option<PathBuf>,
+    /// Tokens to generate at most.
+    #[arg(long, default_value_t = 256)]
+    max_tokens: usize,
+    /// Go on past the end-of-text tokens.
+    #[arg(long)]
+    ignore_eos: bool,
+    /// 0 takes the most likely token.
+    #[arg(long, default_value_t = 0.0)]
+    temperature: f64,
+    /// Sample only among the most likely tokens that together have this probability.
+    #[arg(long)]
+    top_p: Option<f64>,
+    /// Seed of the sampler.
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+    /// Tokens per KV block: a power of two from 1 to 256.
+    #[arg(long, default_value_t = 16)]
+    block_size: usize,
+    /// Memory of the KV cache, such as 512MiB or 2GiB.
+    #[arg(long, default_value = "512MiB")]
+    kv_memory: ByteSize,
+    /// Compute dtype. With a GGUF the linears are dequantised to it; without, they stay
+    /// quantised.
+    #[arg(long, value_enum)]
+    dtype: Option<FloatType>,
+    /// Dtype of the KV cache, if it is to differ from the compute dtype.
+    #[arg(long, value_enum)]
+    kv_dtype: Option<FloatType>,
+    /// Threads, instead of one per core.
+    #[arg(long, value_parser = clap::value_parser!(u16).range(1..))]
+    threads: Option<u16>,
+    /// Wrap the prompt in the model's chat template (the default).
+    #[arg(long, conflicts_with = "raw")]
+    chat: bool,
+    /// Continue the prompt as it is, without a chat template.
+    #[arg(long)]
+    raw: bool,
+    /// Print one JSON object instead of the text. `tokens` includes an end-of-text token that
+    /// ended the answer; `text` does not.
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Debug, Clone, Copy, clap::ValueEnum)]
+enum FloatType {
+    F32,
+    F16,
+    Bf16,
+}
+
+impl From<FloatType> for DType {
+    fn from(float: FloatType) -> Self {
+        match float {
+            FloatType::F32 => Self::F32,
+            FloatType::F16 => Self::F16,
+            FloatType::Bf16 => Self::BF16,
+        }
+    }
+}
+
+/// What came out, and how long it took.
+struct Answer {
+    tokens: Vec<u32>,
+    text: String,
+    finish_reason: &'static str,
+    prefill: Duration,
+    decode: Duration,
+}
+
+fn main() {
+    if let Err(error) = run(&Args::parse()) {
+        eprintln!("error: {error:#}");
+        std::process::exit(1);
+    }
+}
+
+fn run(args: &Args) -> Result<()> {
+    if let Some(threads) = args.threads {
+        support::set_threads(threads.into());
+    }
+    ensure!(args.max_tokens > 0, "--max-tokens must be at least 1");
+    ensure!(
+        args.temperature >= 0.0,
+        "--temperature must not be negative: {}",
+        args.temperature
+    );
+    ensure!(
+        args.top_p.is_none_or(|p| p > 0.0 && p <= 1.0),
+        "--top-p must lie above 0 and be at most 1"
+    );
+    let mut options = LoadOptions::default().with_progress(true);
+    options.dtype = args.dtype.map(DType::from);
+    let path = match &args.model {
+        Some(path) => path.clone(),
+        None => support::default_model(true)?,
+    };
+    let pretrained = from_pretrained(&path, &options)?;
+    let model = &pretrained.model;
+    let prompt = prompt_tokens(args, &pretrained)?;
+
+    let kv_dtype = args.kv_dtype.or(args.dtype).map_or(DType::F32, DType::from);
+    let config = CacheConfig::bytes(args.kv_memory.as_u64()).with_block_size(args.block_size);
+    let cache = PagedKvCache::new(&model.cache_spec(kv_dtype)?, &config, &Device::Cpu)?;
+    let sequence = cache.add(&prompt, AddOptions::default())?.id;
+    let answer = generate(args, &pretrained, &cache, sequence, &prompt)?;
+    report(args, &cache, &prompt, &answer);
+    Ok(())
+}
+
+fn prompt_tokens(args: &Args, pretrained: &Pretrained) -> Result<Vec<u32>> {
+    let (text, special) = if args.raw {
+        (args.prompt.clone(), true)
+    } else {
+        let template = pretrained.chat_template.as_ref();
+        let template = template.context("the model has no chat template; use --raw")?;
+        (
+            template.render(&[Message::new("user", &args.prompt)], true)?,
+            false,
+        )
+    };
+    let encoding = pretrained
+        .tokenizer
+        .encode(text, special)
+        .map_err(anyhow::Error::msg)?;
+    Ok(encoding.get_ids().to_vec())
+}
+
+fn generate(
+    args: &Args,
+    pretrained: &Pretrained,
+    cache: &PagedKvCache,
+    sequence: SequenceId,
+    prompt: &[u32],
+) -> Result<Answer> {
+    let model = &pretrained.model;
+    let sampling = match (args.temperature, args.top_p) {
+        (0.0, _) => Sampling::ArgMax,
+        (temperature, None) => Sampling::All { temperature },
+        (temperature, Some(p)) => Sampling::TopP { p, temperature },
+    };
+    let mut sampler = LogitsProcessor::from_sampling(args.seed, sampling);
+    let mut stream = TextStream::new(pretrained.tokenizer.clone(), true);
+    let mut answer = Answer {
+        tokens: Vec::new(),
+        text: String::new(),
+        finish_reason: "length",
+        prefill: Duration::ZERO,
+        decode: Duration::ZERO,
+    };
+
+    let start = Instant::now();
+    let chunks = prompt.chunks(PREFILL_CHUNK);
+    let last = chunks.len().saturating_sub(1);
+    let mut logits = None;
+    for (i, chunk) in chunks.enumerate() {
+        let wanted = if i == last {
+            Logits::Last
+        } else {
+            Logits::None
+        };
+        let plan = cache.plan(&[Feed::new(sequence, chunk).with_logits(wanted)])?;
+        logits = Some(model.forward(plan.tokens(), &plan)?);
+        plan.commit()?;
+    }
+    let mut logits = logits.context("the prompt is empty")?;
+    answer.prefill = start.elapsed();
+
+    let start = Instant::now();
+    loop {
+        let token = sampler.sample(&logits.get(0)?)?;
+        answer.tokens.push(token);
+        if !args.ignore_eos && pretrained.eos_token_ids.contains(&token) {
+            answer.finish_reason = "stop";
+            break;
+        }
+        if let Some(piece) = stream.push(token)? {
+            emit(args, &mut answer.text, &piece);
+        }
+        if answer.tokens.len() == args.max_tokens {
+            break;
+        }
+        let plan = cache.plan(&[Feed::new(sequence, &[token])])?;
+        logits = model.forward(plan.tokens(), &plan)?;
+        plan.commit()?;
+    }
+    answer.decode = start.elapsed();
+    emit(args, &mut answer.text, &stream.finish()?);
+    Ok(answer)
+}
+
+/// Appends a piece of text to the answer and shows it at once.
+fn emit(args: &Args, text: &mut String, piece: &str) {
+    text.push_str(piece);
+    if !args.json {
+        print!("{piece}");
+        // A closed pipe is the reader's business.
+        let _ = std::io::stdout().flush();
+    }
+}
+
+fn report(args: &Args, cache: &PagedKvCache, prompt: &[u32], answer: &Answer) {
+    let usage = cache.usage();
+    let total =
+        |f: fn(&candle_paged_attn::cache::GroupUsage) -> u64| usage.iter().map(f).sum::<u64>();
+    let used = total(|u| u.blocks_used as u64);
+    let bytes = total(|u| u.blocks_used as u64 * u.bytes_per_block);
+    let utilization = usage.iter().map(|u| u.utilization).sum::<f64>() / usage.len() as f64;
+    let prefill = prompt.len() as f64 / answer.prefill.as_secs_f64();
+    // The first token comes from the prompt's logits: only the others are decode steps.
+    let decode = (answer.tokens.len() - 1) as f64 / answer.decode.as_secs_f64();
+    if args.json {
+        let object = json!({
+            "prompt_tokens": prompt,
+            "tokens": answer.tokens,
+            "text": answer.text,
+            "finish_reason": answer.finish_reason,
+            "prefill_tok_per_s": prefill,
+            "decode_tok_per_s": decode,
+            "kv": {
+                "block_size": cache.block_size(),
+                "blocks_total": total(|u| u.blocks_total as u64),
+                "blocks_used": used,
+                "bytes_per_block": total(|u| u.bytes_per_block),
+                "utilization": utilization,
+            },
+        });
+        println!("{object}");
+    } else {
+        println!();
+        eprintln!(
+            "{} prompt tokens at {prefill:.1}/s, {} generated at {decode:.1}/s; KV cache: {used} of {} \
+             blocks of {} tokens, {}, {:.1} % of their rows filled",
+            prompt.len(),
+            answer.tokens.len(),
+            total(|u| u.blocks_total as u64),
+            cache.block_size(),
+            ByteSize::b(bytes),
+            100.0 * utilization,
+        );
+    }
+}

@@ -1,0 +1,568 @@
+//! [`PagedKvCache`]: the handle that ties the bookkeeping to the tensors.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use candle_core::{Device, Tensor};
+
+use super::plan::{Feed, Layers, StepBuffers, StepPlan};
+use super::pool::{CacheConfig, LayerKv, block_bytes};
+use super::sequence::{SequenceId, Sequences};
+use super::spec::CacheSpec;
+use super::state::{Counters, Group, State};
+use crate::block::{BlockAllocator, BlockId, Event, Namespace};
+use crate::error::{Error, Result};
+use crate::ops;
+
+/// An event of the prefix index, with the number of its layer group.
+pub type CacheEvent = (usize, Event);
+
+/// How a sequence is added.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct AddOptions {
+    /// The key under which its blocks are shared: only prompts of an equal namespace hit.
+    pub namespace: Namespace,
+    /// Look the prompt up. Off, every token is computed (as a caller who wants the logits of
+    /// the whole prompt needs); the blocks are still registered for others.
+    pub read_prefix: bool,
+    /// Register its full blocks, so that later prompts find them.
+    pub indexed: bool,
+}
+
+impl Default for AddOptions {
+    fn default() -> Self {
+        Self {
+            namespace: Namespace::default(),
+            read_prefix: true,
+            indexed: true,
+        }
+    }
+}
+
+impl AddOptions {
+    /// Shares blocks only within `namespace`.
+    #[must_use]
+    pub fn with_namespace(mut self, namespace: Namespace) -> Self {
+        self.namespace = namespace;
+        self
+    }
+
+    /// Switches the look-up off.
+    #[must_use]
+    pub fn without_prefix_reads(mut self) -> Self {
+        self.read_prefix = false;
+        self
+    }
+
+    /// Keeps the sequence out of the prefix index: neither looked up nor registered.
+    #[must_use]
+    pub fn unindexed(mut self) -> Self {
+        self.read_prefix = false;
+        self.indexed = false;
+        self
+    }
+}
+
+/// Answer of [`PagedKvCache::add`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Added {
+    /// The new sequence.
+    pub id: SequenceId,
+    /// Leading tokens whose K/V were found; feed the prompt from here on.
+    pub cached_tokens: usize,
+}
+
+/// What a prompt would cost now, see [`PagedKvCache::cost`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Cost {
+    /// Leading tokens that are cached.
+    pub cached_tokens: usize,
+    /// Blocks that the prompt would take from what is available, per group: cached blocks
+    /// that nobody uses now, and new ones for the rest of the prompt fed in one step.
+    pub blocks_needed: Vec<usize>,
+    /// Blocks available now, per group.
+    pub blocks_available: Vec<usize>,
+}
+
+impl Cost {
+    /// Whether every group has enough blocks.
+    pub fn fits(&self) -> bool {
+        self.blocks_needed
+            .iter()
+            .zip(&self.blocks_available)
+            .all(|(needed, free)| needed <= free)
+    }
+}
+
+/// Answer of [`PagedKvCache::pin`]; give it to [`PagedKvCache::unpin`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub struct Pin {
+    id: u64,
+    /// Leading tokens that stay cached.
+    pub tokens: usize,
+}
+
+/// How full one group is.
+#[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
+pub struct GroupUsage {
+    /// Blocks of the pool.
+    pub blocks_total: usize,
+    /// Blocks that sequences, pins or a live plan hold, shared ones counted once.
+    pub blocks_used: usize,
+    /// Unused blocks that can still be found by their prefix.
+    pub blocks_cached: usize,
+    /// Unused blocks without content.
+    pub blocks_free: usize,
+    /// Bytes of one block, K and V of all layers of the group.
+    pub bytes_per_block: u64,
+    /// Tokens stored in the used blocks, shared ones counted once.
+    pub tokens: usize,
+    /// `tokens` over the rows of the used blocks, 0 to 1; 1 if none is used.
+    pub utilization: f64,
+}
+
+/// A paged, shared KV cache for the layers of one model.
+///
+/// A cheap handle: clones share the cache. The tensors are allocated once, when it is made.
+/// One step at a time goes through [`plan`](Self::plan) → the model's forward →
+/// [`commit`](StepPlan::commit); while a plan is alive every operation that changes sequences
+/// answers [`Error::PlanOutstanding`], except [`clear`](Self::clear).
+///
+/// The method is PagedAttention (Kwon et al. 2023, "Efficient Memory Management for Large
+/// Language Model Serving with PagedAttention").
+#[derive(Debug, Clone)]
+pub struct PagedKvCache {
+    inner: Arc<Inner>,
+}
+
+#[derive(Debug)]
+pub(super) struct Inner {
+    state: Mutex<State>,
+    buffers: Mutex<StepBuffers>,
+    layers: Arc<Layers>,
+    device: Device,
+    spec: CacheSpec,
+}
+
+impl PagedKvCache {
+    /// Allocates a cache for the layers of `spec` on `device`.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for a block size that is not a power of two from 1 to 256, a
+    /// size without a block in each group, or a spec that contradicts itself;
+    /// [`Error::Candle`] if the device has no memory.
+    pub fn new(spec: &CacheSpec, config: &CacheConfig, device: &Device) -> Result<Self> {
+        spec.check()?;
+        let blocks = config.blocks_per_group(spec)?;
+        let mut groups = Vec::with_capacity(spec.groups.len());
+        let buffers = StepBuffers::new(blocks.iter().copied(), config.block_size)?;
+        let mut layers: Vec<Option<(LayerKv, usize, Option<usize>)>> =
+            vec![None; spec.num_layers()];
+        for (g, (group, &blocks)) in spec.groups.iter().zip(&blocks).enumerate() {
+            block_bytes(group, config.block_size)?;
+            for &layer in &group.layers {
+                let kv = LayerKv::new(group, blocks, config.block_size, device)?;
+                layers[layer] = Some((kv, g, group.window));
+            }
+            let mut allocator = BlockAllocator::new(blocks, config.block_size)?;
+            allocator.record_events(config.record_events);
+            groups.push(Group {
+                spec: group.clone(),
+                allocator,
+            });
+        }
+        let layers: Vec<_> = layers.into_iter().flatten().collect();
+        let layers = Layers {
+            group: layers.iter().map(|(_, group, _)| *group).collect(),
+            window: layers.iter().map(|(_, _, window)| *window).collect(),
+            kv: layers.into_iter().map(|(kv, _, _)| kv).collect(),
+            epoch: AtomicU64::new(0),
+        };
+        let state = State {
+            epoch: 0,
+            block_size: config.block_size,
+            groups,
+            sequences: Sequences::default(),
+            pins: Default::default(),
+            next_pin: 0,
+            live: None,
+            next_step: 0,
+            counters: Counters::default(),
+            spare: Default::default(),
+            blocks: Vec::new(),
+            given_up: Vec::new(),
+            needed: Vec::new(),
+            doomed: Vec::new(),
+        };
+        Ok(Self {
+            inner: Arc::new(Inner {
+                state: Mutex::new(state),
+                buffers: Mutex::new(buffers),
+                layers: Arc::new(layers),
+                device: device.clone(),
+                spec: spec.clone(),
+            }),
+        })
+    }
+
+    /// Adds a sequence with the prompt `tokens` and looks its prefix up. At least one token is
+    /// left to compute: feed `tokens[cached_tokens..]`. Nothing is reserved yet.
+    ///
+    /// # Errors
+    /// [`Error::Empty`] for an empty prompt, [`Error::PlanOutstanding`].
+    pub fn add(&self, tokens: &[u32], options: AddOptions) -> Result<Added> {
+        let mut state = self.changing("add")?;
+        if tokens.is_empty() {
+            return Err(Error::Empty {
+                op: "add",
+                what: "the prompt",
+            });
+        }
+        let (id, cached_tokens) = state.add(
+            options.namespace,
+            tokens,
+            options.read_prefix,
+            options.indexed,
+        )?;
+        Ok(Added { id, cached_tokens })
+    }
+
+    /// What adding `tokens` and feeding the rest of it in one step would take. No side effect.
+    pub fn cost(&self, tokens: &[u32], options: &AddOptions) -> Cost {
+        let state = self.inner.state();
+        let wanted = if options.read_prefix { tokens } else { &[] };
+        let prefix = state.find_prefix(&options.namespace, wanted);
+        let fresh = tokens.len().div_ceil(state.block_size) - prefix.tokens / state.block_size;
+        let needed = state
+            .groups
+            .iter()
+            .zip(&prefix.groups)
+            .map(|(group, prefix)| {
+                let unused = |&&hit: &&BlockId| group.allocator.ref_count(hit) == 0;
+                fresh + prefix.blocks.iter().filter(unused).count()
+            });
+        Cost {
+            cached_tokens: prefix.tokens,
+            blocks_needed: needed.collect(),
+            blocks_available: state
+                .groups
+                .iter()
+                .map(|group| group.allocator.available())
+                .collect(),
+        }
+    }
+
+    /// Reserves a step: the slots of every fed token, with shared, partly filled blocks copied
+    /// first (copy-on-write). All or nothing.
+    ///
+    /// # Errors
+    /// [`Error::OutOfBlocks`] if the step does not fit; [`Error::Empty`] for no feed or a feed
+    /// without tokens; [`Error::InvalidArgument`] for a sequence that is fed twice or positions
+    /// of another number than tokens; [`Error::StaleHandle`]; [`Error::PlanOutstanding`].
+    /// Nothing has changed then.
+    pub fn plan(&self, feeds: &[Feed<'_>]) -> Result<StepPlan> {
+        let mut state = self.changing("plan")?;
+        let mut buffers = std::mem::take(&mut *self.inner.buffers());
+        if buffers.tables.is_empty() {
+            // An ended plan has not handed them back yet, or it outlived a `clear`.
+            let blocks = state
+                .groups
+                .iter()
+                .map(|group| group.allocator.num_blocks());
+            buffers = StepBuffers::new(blocks, state.block_size)?;
+        }
+        buffers.clear();
+        let reserved = state.reserve(feeds, &mut buffers).and_then(|()| {
+            self.inner.copy_blocks(&buffers.copies)?;
+            Ok(Tensor::new(
+                buffers.token_ids.as_slice(),
+                &self.inner.device,
+            )?)
+        });
+        match reserved {
+            Ok(tokens) => {
+                let rows = feeds.first().map(|feed| feed.tokens.len());
+                let uniform = feeds.iter().all(|feed| Some(feed.tokens.len()) == rows);
+                Ok(StepPlan {
+                    cache: Arc::downgrade(&self.inner),
+                    layers: self.inner.layers.clone(),
+                    epoch: state.epoch,
+                    step: state.live.as_ref().map_or(0, |live| live.id),
+                    buffers,
+                    tokens,
+                    rows_per_feed: rows.filter(|_| uniform),
+                })
+            }
+            Err(error) => {
+                *self.inner.buffers() = buffers;
+                state.rollback()?;
+                Err(error)
+            }
+        }
+    }
+
+    /// A second sequence with the same tokens. It shares every block; the last, partly filled
+    /// one is copied when either writes to it.
+    ///
+    /// # Errors
+    /// [`Error::StaleHandle`], [`Error::PlanOutstanding`].
+    pub fn fork(&self, sequence: SequenceId) -> Result<SequenceId> {
+        self.changing("fork")?.fork("fork", sequence)
+    }
+
+    /// Rewinds a sequence to its first `len` tokens.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if it has fewer, or if a window has released blocks that the
+    /// shorter sequence would see; [`Error::StaleHandle`], [`Error::PlanOutstanding`].
+    pub fn truncate(&self, sequence: SequenceId, len: usize) -> Result<()> {
+        self.changing("truncate")?
+            .truncate("truncate", sequence, len)
+    }
+
+    /// Removes a sequence. Its full blocks stay findable until their memory is needed.
+    ///
+    /// # Errors
+    /// [`Error::StaleHandle`] (also for a second removal), [`Error::PlanOutstanding`].
+    pub fn remove(&self, sequence: SequenceId) -> Result<()> {
+        self.changing("remove")?.remove("remove", sequence)
+    }
+
+    /// Removes a sequence even while a plan is alive, namely when that plan has ended: for
+    /// owners that are dropped. A stale handle is none of their concern.
+    pub(crate) fn discard(&self, sequence: SequenceId) {
+        let _ = self.inner.state().discard(sequence);
+    }
+
+    /// Keeps the full blocks of a sequence cached, whatever happens to it, until
+    /// [`unpin`](Self::unpin): for system prompts.
+    ///
+    /// # Errors
+    /// [`Error::StaleHandle`], [`Error::PlanOutstanding`].
+    pub fn pin(&self, sequence: SequenceId) -> Result<Pin> {
+        let (id, tokens) = self.changing("pin")?.pin("pin", sequence)?;
+        Ok(Pin { id, tokens })
+    }
+
+    /// Gives up a pin.
+    ///
+    /// # Errors
+    /// [`Error::StaleHandle`] if it was given up before or the cache was cleared;
+    /// [`Error::PlanOutstanding`].
+    pub fn unpin(&self, pin: Pin) -> Result<()> {
+        self.changing("unpin")?.unpin("unpin", pin.id)
+    }
+
+    /// Forgets every sequence, pin and cached prefix and starts a new epoch: for replaced
+    /// weights. Always allowed; a live plan becomes stale and answers [`Error::StalePlan`].
+    pub fn clear(&self) {
+        let mut state = self.inner.state();
+        state.clear();
+        self.inner
+            .layers
+            .epoch
+            .store(state.epoch, Ordering::Release);
+    }
+
+    /// Length of a sequence in tokens.
+    ///
+    /// # Errors
+    /// [`Error::StaleHandle`].
+    pub fn len(&self, sequence: SequenceId) -> Result<usize> {
+        Ok(self
+            .inner
+            .state()
+            .sequences
+            .get("len", sequence)?
+            .tokens
+            .len())
+    }
+
+    /// Tokens of a sequence whose K/V are in the cache.
+    ///
+    /// # Errors
+    /// [`Error::StaleHandle`].
+    pub fn sequence_tokens(&self, sequence: SequenceId) -> Result<Vec<u32>> {
+        Ok(self
+            .inner
+            .state()
+            .sequences
+            .get("sequence_tokens", sequence)?
+            .tokens
+            .clone())
+    }
+
+    /// Physical blocks of a sequence in one group, and the logical index of the first: blocks
+    /// behind a window are no longer held.
+    ///
+    /// # Errors
+    /// [`Error::StaleHandle`], [`Error::InvalidArgument`] if there is no such group.
+    pub fn block_table(&self, sequence: SequenceId, group: usize) -> Result<(usize, Vec<u32>)> {
+        let state = self.inner.state();
+        let held = &state.sequences.get("block_table", sequence)?.groups;
+        let held = held.get(group).ok_or_else(|| Error::InvalidArgument {
+            op: "block_table",
+            what: "group".into(),
+            expected: format!("a group below {}", held.len()),
+            got: group.to_string(),
+        })?;
+        let blocks = held.table.blocks().iter().map(|block| block.raw());
+        Ok((held.table.first_block(), blocks.collect()))
+    }
+
+    /// Sequences in the cache.
+    pub fn num_sequences(&self) -> usize {
+        self.inner.state().sequences.len()
+    }
+
+    /// Tokens per block.
+    pub fn block_size(&self) -> usize {
+        self.inner.state().block_size
+    }
+
+    /// The layer groups this cache was made for.
+    pub fn spec(&self) -> &CacheSpec {
+        &self.inner.spec
+    }
+
+    /// The device of the tensors.
+    pub fn device(&self) -> &Device {
+        &self.inner.device
+    }
+
+    /// How full each group is. Costs a walk over the block tables.
+    pub fn usage(&self) -> Vec<GroupUsage> {
+        let state = self.inner.state();
+        let usage = state.groups.iter().enumerate().map(|(g, group)| {
+            let counts = group.allocator.counts();
+            let tokens = state.tokens_stored(g);
+            let rows = counts.referenced * state.block_size;
+            GroupUsage {
+                blocks_total: group.allocator.num_blocks(),
+                blocks_used: counts.referenced,
+                blocks_cached: counts.idle,
+                blocks_free: counts.free,
+                bytes_per_block: block_bytes(&group.spec, state.block_size).unwrap_or(u64::MAX),
+                tokens,
+                utilization: if rows == 0 {
+                    1.0
+                } else {
+                    tokens as f64 / rows as f64
+                },
+            }
+        });
+        usage.collect()
+    }
+
+    /// Tokens that each group can hold.
+    pub fn capacity_tokens(&self) -> Vec<usize> {
+        let state = self.inner.state();
+        state
+            .groups
+            .iter()
+            .map(|group| group.allocator.num_blocks() * state.block_size)
+            .collect()
+    }
+
+    /// Counters since the cache was made.
+    pub fn counters(&self) -> Counters {
+        self.inner.state().counters
+    }
+
+    /// Events recorded since the last call, if [`CacheConfig::with_events`] asked for them.
+    pub fn take_events(&self) -> Vec<CacheEvent> {
+        self.inner.state().take_events()
+    }
+
+    /// Checks the accounting identity of every pool, and that every reference count equals
+    /// its holders. For tests: costs a walk over everything.
+    ///
+    /// # Errors
+    /// [`Error::Invariant`] names the first rule that does not hold.
+    pub fn check_invariants(&self) -> Result<()> {
+        self.inner.state().check_invariants()
+    }
+
+    fn changing(&self, op: &'static str) -> Result<MutexGuard<'_, State>> {
+        let state = self.inner.state();
+        state.idle(op)?;
+        Ok(state)
+    }
+
+    /// The K/V memory of a layer, for tests and tools that look at the pool itself.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if there is no such layer.
+    pub fn layer(&self, layer: usize) -> Result<&LayerKv> {
+        self.inner
+            .layers
+            .kv
+            .get(layer)
+            .ok_or_else(|| Error::InvalidArgument {
+                op: "layer",
+                what: "layer".into(),
+                expected: format!("a layer below {}", self.inner.layers.kv.len()),
+                got: layer.to_string(),
+            })
+    }
+}
+
+impl Inner {
+    // A panic while the lock is held is a defect elsewhere; the state behind it is only ever
+    // changed by code that does not panic, so it is still sound.
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn buffers(&self) -> MutexGuard<'_, StepBuffers> {
+        self.buffers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Performs copy-on-write in all layers: `copies[group]` are (from, to) pairs.
+    fn copy_blocks(&self, copies: &[Vec<(u32, u32)>]) -> Result<()> {
+        for (group, pairs) in self.spec.groups.iter().zip(copies) {
+            if pairs.is_empty() {
+                continue;
+            }
+            for LayerKv::Dense { k, v } in
+                group.layers.iter().filter_map(|&l| self.layers.kv.get(l))
+            {
+                ops::copy_blocks(&[k, v], pairs)?;
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn commit(&self, plan: &StepPlan, accepted: Option<&[usize]>) -> Result<()> {
+        let mut state = self.state();
+        if state.epoch != plan.epoch {
+            return Err(Error::StalePlan {
+                op: "commit",
+                plan: plan.epoch,
+                cache: state.epoch,
+            });
+        }
+        let taken = |feed: usize| {
+            accepted
+                .and_then(|a| a.get(feed).copied())
+                .unwrap_or(usize::MAX)
+        };
+        state.commit(plan.token_ids(), taken)
+    }
+
+    /// The end of a plan: rolls back what was not committed and takes its arrays back.
+    pub(super) fn end(&self, step: u64, buffers: StepBuffers) {
+        let mut state = self.state();
+        if state.live.as_ref().is_some_and(|live| live.id == step) {
+            // An error here would be a broken invariant, which `check_invariants` reports;
+            // drop has no way to.
+            let _ = state.rollback();
+        }
+        *self.buffers() = buffers;
+    }
+}

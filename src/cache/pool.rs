@@ -1,0 +1,204 @@
+//! The physical side: how many blocks a budget buys, and the tensors that hold them.
+
+use candle_core::{Device, Tensor};
+
+use super::spec::{CacheSpec, GroupSpec};
+use crate::block::check_block_size;
+use crate::error::{Error, Result};
+
+const OP: &str = "paged_kv_cache";
+
+/// Block size unless the configuration says otherwise, in tokens.
+pub const DEFAULT_BLOCK_SIZE: usize = 16;
+
+/// How large a cache is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum CacheSize {
+    /// A budget for all groups together, in bytes. Groups share it so that sequences of
+    /// [`CacheConfig::expected_tokens`] fill all pools at the same time.
+    Bytes(u64),
+    /// Blocks in each group.
+    Blocks(usize),
+    /// Tokens that one full-attention group must hold: `ceil(tokens / block_size)` blocks in
+    /// each group. A model's context length is the usual value.
+    Tokens(usize),
+}
+
+/// Size and block size of a [`PagedKvCache`](super::PagedKvCache).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct CacheConfig {
+    /// How large the cache is.
+    pub size: CacheSize,
+    /// Tokens per block: a power of two from 1 to 256.
+    pub block_size: usize,
+    /// Length in tokens of a typical sequence. Only used to divide a byte budget between
+    /// groups with different windows.
+    pub expected_tokens: usize,
+    /// Record [`CacheEvent`](super::CacheEvent)s for `PagedKvCache::take_events`.
+    pub record_events: bool,
+}
+
+impl CacheConfig {
+    fn new(size: CacheSize) -> Self {
+        Self {
+            size,
+            block_size: DEFAULT_BLOCK_SIZE,
+            expected_tokens: 2048,
+            record_events: false,
+        }
+    }
+
+    /// As many blocks as fit into `bytes`.
+    pub fn bytes(bytes: u64) -> Self {
+        Self::new(CacheSize::Bytes(bytes))
+    }
+
+    /// `blocks` blocks in each group.
+    pub fn blocks(blocks: usize) -> Self {
+        Self::new(CacheSize::Blocks(blocks))
+    }
+
+    /// Room for `tokens` tokens in each group; with a model's `context_length()`, one
+    /// sequence of full length.
+    pub fn tokens(tokens: usize) -> Self {
+        Self::new(CacheSize::Tokens(tokens))
+    }
+
+    /// Tokens per block: a power of two from 1 to 256 (checked when the cache is made).
+    #[must_use]
+    pub fn with_block_size(mut self, block_size: usize) -> Self {
+        self.block_size = block_size;
+        self
+    }
+
+    /// Length of a typical sequence in tokens, see [`CacheConfig::expected_tokens`].
+    #[must_use]
+    pub fn with_expected_tokens(mut self, tokens: usize) -> Self {
+        self.expected_tokens = tokens;
+        self
+    }
+
+    /// Record events.
+    #[must_use]
+    pub fn with_events(mut self) -> Self {
+        self.record_events = true;
+        self
+    }
+
+    /// Blocks of each group of `spec`.
+    pub(super) fn blocks_per_group(&self, spec: &CacheSpec) -> Result<Vec<usize>> {
+        check_block_size(OP, self.block_size)?;
+        let blocks = match self.size {
+            CacheSize::Blocks(blocks) => vec![blocks; spec.groups.len()],
+            CacheSize::Tokens(tokens) => vec![tokens.div_ceil(self.block_size); spec.groups.len()],
+            CacheSize::Bytes(budget) => self.divide(spec, budget)?,
+        };
+        let given = || format!("{:?} with blocks of {} tokens", self.size, self.block_size);
+        if blocks.contains(&0) {
+            return Err(Error::InvalidArgument {
+                op: OP,
+                what: "size".into(),
+                expected: "at least one block in each group".into(),
+                got: given(),
+            });
+        }
+        // Slots are i64, and block ids u32 with one value kept as "none".
+        let fits = |&n: &usize| n < u32::MAX as usize && n.checked_mul(self.block_size).is_some();
+        if !blocks.iter().all(fits) {
+            return Err(Error::InvalidArgument {
+                op: OP,
+                what: "size".into(),
+                expected: "less than 2^32 - 1 blocks in each group".into(),
+                got: given(),
+            });
+        }
+        Ok(blocks)
+    }
+
+    /// Divides a byte budget: `share` sequences of the expected length need
+    /// `share * blocks` blocks of each group, and together exactly the budget.
+    fn divide(&self, spec: &CacheSpec, budget: u64) -> Result<Vec<usize>> {
+        let expected = self.expected_tokens.max(1);
+        let mut per_sequence: u64 = 0;
+        let mut wanted = Vec::with_capacity(spec.groups.len());
+        for group in &spec.groups {
+            let blocks = group.blocks_held(expected, self.block_size) as u64;
+            let bytes = block_bytes(group, self.block_size)?;
+            wanted.push(blocks);
+            per_sequence = blocks
+                .checked_mul(bytes)
+                .and_then(|b| per_sequence.checked_add(b))
+                .ok_or_else(too_large)?;
+        }
+        let blocks = wanted.iter().map(|&blocks| {
+            let n = u128::from(blocks) * u128::from(budget) / u128::from(per_sequence.max(1));
+            usize::try_from(n).map_err(|_| too_large())
+        });
+        blocks.collect()
+    }
+}
+
+impl GroupSpec {
+    /// Blocks that a sequence of `len` tokens holds between two steps: all of them, or those
+    /// that the window of the next token still sees.
+    pub fn blocks_held(&self, len: usize, block_size: usize) -> usize {
+        len.div_ceil(block_size) - self.first_visible(len) / block_size
+    }
+
+    /// First position that a query at `position` sees.
+    pub(super) fn first_visible(&self, position: usize) -> usize {
+        self.window
+            .map_or(0, |window| (position + 1).saturating_sub(window))
+    }
+}
+
+/// Bytes of one block of a group, K and V of all its layers.
+pub(super) fn block_bytes(group: &GroupSpec, block_size: usize) -> Result<u64> {
+    group
+        .bytes_per_token()
+        .and_then(|b| b.checked_mul(block_size as u64))
+        .ok_or_else(too_large)
+}
+
+fn too_large() -> Error {
+    Error::InvalidArgument {
+        op: OP,
+        what: "size".into(),
+        expected: "a cache whose size in bytes fits into 64 bits".into(),
+        got: "a larger one".into(),
+    }
+}
+
+/// The K/V memory of one layer.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub enum LayerKv {
+    /// Rows as they are, in f32, f16 or bf16.
+    Dense {
+        /// Keys, `[num_blocks, block_size, kv_heads, k_dim]`.
+        k: Tensor,
+        /// Values, `[num_blocks, block_size, kv_heads, v_dim]`.
+        v: Tensor,
+    },
+}
+
+impl LayerKv {
+    /// Zeroed memory for one layer of `group`.
+    pub(super) fn new(
+        group: &GroupSpec,
+        blocks: usize,
+        block_size: usize,
+        device: &Device,
+    ) -> Result<Self> {
+        let tensor = |dim: usize| {
+            let shape = (blocks, block_size, group.kv_heads, dim);
+            Ok::<_, Error>(Tensor::zeros(shape, group.format.dtype, device)?)
+        };
+        Ok(Self::Dense {
+            k: tensor(group.k_dim)?,
+            v: tensor(group.v_dim)?,
+        })
+    }
+}

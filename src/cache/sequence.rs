@@ -1,0 +1,125 @@
+//! Sequences and the generational handles that name them.
+
+use crate::block::{BlockTable, Namespace, NodeId};
+use crate::error::{Error, Result};
+
+/// Names a sequence of one cache. A handle outlives its sequence harmlessly: its slot's
+/// generation moves on when the sequence is removed, and the stale handle is refused.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct SequenceId {
+    slot: u32,
+    generation: u32,
+}
+
+impl std::fmt::Display for SequenceId {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}v{}", self.slot, self.generation)
+    }
+}
+
+/// How far the full blocks of a sequence are in the prefix index of one group.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) struct Chain {
+    /// Full blocks that are registered, from the first block on.
+    pub blocks: usize,
+    /// Node of the last of them, `None` if there is none yet.
+    pub last: Option<NodeId>,
+}
+
+/// What a sequence holds in one group.
+#[derive(Debug, Clone)]
+pub(super) struct GroupState {
+    pub table: BlockTable,
+    /// `None`: later blocks are not registered, because the sequence is not indexed or an
+    /// ancestor was evicted, so that no prompt could reach them.
+    pub chain: Option<Chain>,
+}
+
+/// A sequence: the tokens whose K/V exist, and where it lies.
+#[derive(Debug, Clone)]
+pub(super) struct Sequence {
+    pub namespace: Namespace,
+    /// Whether its full blocks enter the prefix index.
+    pub indexed: bool,
+    pub tokens: Vec<u32>,
+    pub groups: Vec<GroupState>,
+}
+
+/// All sequences, in slots that are reused with a new generation.
+#[derive(Debug, Default)]
+pub(super) struct Sequences {
+    slots: Vec<(u32, Option<Sequence>)>,
+    free: Vec<u32>,
+}
+
+impl Sequences {
+    pub(super) fn insert(&mut self, sequence: Sequence) -> SequenceId {
+        let slot = match self.free.pop() {
+            Some(slot) => slot,
+            None => {
+                self.slots.push((0, None));
+                (self.slots.len() - 1) as u32
+            }
+        };
+        let entry = &mut self.slots[slot as usize];
+        entry.1 = Some(sequence);
+        SequenceId {
+            slot,
+            generation: entry.0,
+        }
+    }
+
+    pub(super) fn get(&self, op: &'static str, id: SequenceId) -> Result<&Sequence> {
+        match self.slots.get(id.slot as usize) {
+            Some((generation, Some(sequence))) if *generation == id.generation => Ok(sequence),
+            _ => Err(stale(op, id)),
+        }
+    }
+
+    pub(super) fn get_mut(&mut self, op: &'static str, id: SequenceId) -> Result<&mut Sequence> {
+        match self.slots.get_mut(id.slot as usize) {
+            Some((generation, Some(sequence))) if *generation == id.generation => Ok(sequence),
+            _ => Err(stale(op, id)),
+        }
+    }
+
+    pub(super) fn remove(&mut self, op: &'static str, id: SequenceId) -> Result<Sequence> {
+        match self.slots.get_mut(id.slot as usize) {
+            Some((generation, entry)) if *generation == id.generation => {
+                let sequence = entry.take().ok_or_else(|| stale(op, id))?;
+                *generation = generation.wrapping_add(1);
+                self.free.push(id.slot);
+                Ok(sequence)
+            }
+            _ => Err(stale(op, id)),
+        }
+    }
+
+    /// Forgets every sequence; all handles are stale afterwards.
+    pub(super) fn clear(&mut self) {
+        for (slot, (generation, entry)) in self.slots.iter_mut().enumerate() {
+            if entry.take().is_some() {
+                *generation = generation.wrapping_add(1);
+                self.free.push(slot as u32);
+            }
+        }
+    }
+
+    pub(super) fn iter(&self) -> impl Iterator<Item = &Sequence> {
+        self.slots
+            .iter()
+            .filter_map(|(_, sequence)| sequence.as_ref())
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.slots.len() - self.free.len()
+    }
+}
+
+fn stale(op: &'static str, id: SequenceId) -> Error {
+    Error::StaleHandle {
+        op,
+        kind: "sequence",
+        id: id.to_string(),
+    }
+}

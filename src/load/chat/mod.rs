@@ -1,0 +1,184 @@
+//! Chat templates: from messages to the text a model was trained on.
+
+mod python;
+
+use std::path::Path;
+
+use minijinja::{Environment, context, syntax::SyntaxConfig, value::Serde};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use super::{gguf::GgufFile, json};
+use crate::error::{Error, Result};
+
+/// One turn of a conversation.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Message {
+    /// `"system"`, `"user"`, `"assistant"`, or what else the template knows.
+    pub role: String,
+    /// The text of the turn.
+    pub content: String,
+}
+
+impl Message {
+    /// A turn of `role`.
+    pub fn new(role: impl Into<String>, content: impl Into<String>) -> Self {
+        Self {
+            role: role.into(),
+            content: content.into(),
+        }
+    }
+}
+
+/// A model's own chat template, in Jinja, rendered as Hugging Face's transformers renders it:
+/// blocks trimmed, `raise_exception`, `strftime_now` (in UTC), Python's string and dict
+/// methods, `tojson` as `json.dumps` writes it.
+#[derive(Debug, Clone)]
+pub struct ChatTemplate {
+    environment: Environment<'static>,
+    source: String,
+    bos_token: String,
+    eos_token: String,
+}
+
+const NAME: &str = "chat_template";
+
+impl ChatTemplate {
+    /// Compiles a template. `bos_token` and `eos_token` are what the template calls so, empty
+    /// if the model has none.
+    ///
+    /// # Errors
+    /// [`Error::Template`] with the line if it is not valid Jinja.
+    pub fn new(source: &str, bos_token: &str, eos_token: &str) -> Result<Self> {
+        let mut environment = Environment::new();
+        let syntax = SyntaxConfig::builder()
+            .trim_blocks(true)
+            .lstrip_blocks(true)
+            .build();
+        environment.set_syntax(syntax.map_err(template_error)?);
+        environment
+            .set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        environment.add_function("raise_exception", python::raise_exception);
+        environment.add_function("strftime_now", python::strftime_now);
+        environment.add_filter("tojson", python::tojson);
+        environment
+            .add_template_owned(NAME, source.to_string())
+            .map_err(template_error)?;
+        Ok(Self {
+            environment,
+            source: source.into(),
+            bos_token: bos_token.into(),
+            eos_token: eos_token.into(),
+        })
+    }
+
+    /// The template of a model folder: `chat_template.jinja`, else the `chat_template` of
+    /// `tokenizer_config.json` (a text, or a list of which the one named `default` is taken).
+    /// `None` if the model has none.
+    ///
+    /// # Errors
+    /// [`Error::Io`] or [`Error::Format`] if a file is there but cannot be used, and those of
+    /// [`ChatTemplate::new`].
+    pub fn from_folder(folder: impl AsRef<Path>) -> Result<Option<Self>> {
+        let folder = folder.as_ref();
+        let path = folder.join("tokenizer_config.json");
+        let config: Value = json::read_if_there(&path)?.unwrap_or_default();
+        let file = folder.join("chat_template.jinja");
+        let source = if file.exists() {
+            Some(json::read_text(&file)?)
+        } else {
+            configured(&config).map_err(|what| Error::Format { path, what })?
+        };
+        // A token is its text, or an object with the text as `content`.
+        let token = |key: &str| {
+            let token = config.get(key)?;
+            token.as_str().or_else(|| token.get("content")?.as_str())
+        };
+        source
+            .map(|source| {
+                Self::new(
+                    &source,
+                    token("bos_token").unwrap_or_default(),
+                    token("eos_token").unwrap_or_default(),
+                )
+            })
+            .transpose()
+    }
+
+    /// The `tokenizer.chat_template` of a GGUF file, `None` if it has none.
+    ///
+    /// # Errors
+    /// [`Error::Format`] for metadata of another type, and those of [`ChatTemplate::new`].
+    pub fn from_gguf(file: &GgufFile) -> Result<Option<Self>> {
+        let Some(source) = file.optional("tokenizer.chat_template", GgufFile::string)? else {
+            return Ok(None);
+        };
+        let token = |name: &str| -> Result<&str> {
+            let Some(id) =
+                file.optional(&format!("tokenizer.ggml.{name}_token_id"), GgufFile::u32)?
+            else {
+                return Ok("");
+            };
+            match file.array("tokenizer.ggml.tokens")?.get(id as usize) {
+                Some(candle_core::quantized::gguf_file::Value::String(token)) => Ok(token),
+                _ => Err(file.bad(format!("{name} token {id} is not in tokenizer.ggml.tokens"))),
+            }
+        };
+        Self::new(source, token("bos")?, token("eos")?).map(Some)
+    }
+
+    /// The text of a conversation; with `add_generation_prompt` it ends where the model's
+    /// answer begins. Special tokens are in the text, so encode it *without* adding any.
+    ///
+    /// # Errors
+    /// [`Error::Template`] if the template raises an exception (many refuse roles out of
+    /// order) or uses what is not there.
+    pub fn render(&self, messages: &[Message], add_generation_prompt: bool) -> Result<String> {
+        self.environment
+            .get_template(NAME)
+            .and_then(|template| {
+                template.render(context! {
+                    messages => Serde(messages),
+                    add_generation_prompt,
+                    bos_token => &self.bos_token,
+                    eos_token => &self.eos_token,
+                    // Templates ask `tools is not none`, which an undefined value would pass.
+                    tools => (),
+                    documents => (),
+                })
+            })
+            .map_err(template_error)
+    }
+
+    /// The template text.
+    pub fn source(&self) -> &str {
+        &self.source
+    }
+}
+
+/// The template in a `tokenizer_config.json`.
+fn configured(config: &Value) -> std::result::Result<Option<String>, String> {
+    let named = match config.get("chat_template") {
+        None | Some(Value::Null) => return Ok(None),
+        Some(Value::String(source)) => return Ok(Some(source.clone())),
+        Some(Value::Array(named)) => named,
+        Some(_) => return Err("chat_template: expected a text or a list of named ones".into()),
+    };
+    named
+        .iter()
+        .find(|entry| entry.get("name").and_then(Value::as_str) == Some("default"))
+        .and_then(|entry| entry.get("template")?.as_str())
+        .map(|source| Some(source.into()))
+        .ok_or_else(|| "chat_template: the list has none named `default`".into())
+}
+
+/// The whole chain of causes: the message of an exception lies below the place.
+fn template_error(error: minijinja::Error) -> Error {
+    let mut text = error.to_string();
+    let mut cause: Option<&dyn std::error::Error> = std::error::Error::source(&error);
+    while let Some(inner) = cause {
+        text.push_str(&format!(": {inner}"));
+        cause = inner.source();
+    }
+    Error::Template(text)
+}

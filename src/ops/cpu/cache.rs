@@ -1,0 +1,102 @@
+//! Addresses in a paged cache: one place computes them.
+
+use candle_core::Layout;
+
+use crate::error::Result;
+
+/// Where the rows of a cache tensor `[num_blocks, block_size, kv_heads, dim]` lie in its
+/// storage. All arithmetic is in `usize`: a tensor of more elements than it can count cannot
+/// exist.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Rows {
+    start: usize,
+    block_stride: usize,
+    block_size: usize,
+    /// Elements of a token: `kv_heads * dim`.
+    row: usize,
+}
+
+impl Rows {
+    pub(super) fn of(layout: &Layout) -> Result<Self> {
+        let (_, block_size, kv_heads, dim) = layout.shape().dims4()?;
+        Ok(Self {
+            start: layout.start_offset(),
+            block_stride: layout.stride()[0],
+            block_size,
+            row: kv_heads * dim,
+        })
+    }
+
+    /// Elements of a token.
+    pub(super) fn row_len(self) -> usize {
+        self.row
+    }
+
+    /// Elements of a block.
+    pub(super) fn block_len(self) -> usize {
+        self.block_size * self.row
+    }
+
+    /// First element of the row of a block.
+    #[inline(always)]
+    pub(super) fn offset(self, block: usize, row: usize) -> usize {
+        self.start + block * self.block_stride + row * self.row
+    }
+
+    /// First element of the row that a slot names.
+    pub(super) fn slot_offset(self, slot: usize) -> usize {
+        self.offset(slot / self.block_size, slot % self.block_size)
+    }
+}
+
+/// The K or V rows of one sequence in token order.
+#[derive(Clone, Copy)]
+pub(super) struct Context<'a, T> {
+    data: &'a [T],
+    rows: Rows,
+    pages: &'a [u32],
+    first_page: usize,
+    /// log2 of the block size, and the mask of the row within a block.
+    shift: u32,
+    mask: usize,
+}
+
+impl<'a, T> Context<'a, T> {
+    pub(super) fn new(data: &'a [T], rows: Rows, pages: &'a [u32], first_page: usize) -> Self {
+        Self {
+            data,
+            rows,
+            pages,
+            first_page,
+            shift: rows.block_size.trailing_zeros(),
+            mask: rows.block_size - 1,
+        }
+    }
+
+    /// The row of a token, all heads. The token lies in a listed page.
+    #[inline(always)]
+    pub(super) fn row(&self, token: usize) -> &'a [T] {
+        let block = self.pages[(token >> self.shift) - self.first_page] as usize;
+        let at = self.rows.offset(block, token & self.mask);
+        &self.data[at..at + self.rows.row]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::Shape;
+
+    use super::*;
+
+    #[test]
+    fn a24_offsets_do_not_wrap_at_32_bits() {
+        let rows = |block_stride| {
+            let shape = Shape::from((200_000, 16, 8, 128));
+            let strides = vec![block_stride, 8 * 128, 128, 1];
+            Rows::of(&Layout::new(shape, strides, 0)).unwrap()
+        };
+        assert_eq!(rows(16_384).offset(131_072, 0), 2_147_483_648);
+        assert_eq!(rows(1_039_680).offset(2_066, 0), 2_147_978_880);
+        assert_eq!(rows(16_384).slot_offset(131_072 * 16 + 3), 2_147_486_720);
+    }
+}

@@ -1,0 +1,229 @@
+//! From scores to weights: cap, slope, mask, online softmax. Plain loops over a row of
+//! scores, inlined into the kernels and vectorised with them.
+
+use std::ops::Range;
+
+use crate::ops::{AttentionOptions, Mask};
+
+/// Keys that a query at `position` sees of a context of `len` tokens; a query before the
+/// first token (more queries than tokens) sees none.
+pub(super) fn visible(mask: Mask, position: i64, len: usize) -> Range<usize> {
+    match usize::try_from(position) {
+        Ok(position) => mask.first_key(position)..(position + 1).min(len),
+        Err(_) => 0..0,
+    }
+}
+
+/// Turns the scaled products of one query with the keys from `first` on into scores; hidden
+/// keys get −inf by assignment, so that whatever was there does not matter.
+#[inline(always)]
+pub(super) fn finish_scores(
+    scores: &mut [f32],
+    first: usize,
+    position: i64,
+    visible: &Range<usize>,
+    head: usize,
+    options: &AttentionOptions,
+) {
+    if let Some(cap) = options.softcap {
+        let inverse = 1.0 / cap;
+        for s in scores.iter_mut() {
+            *s = cap * tanh(*s * inverse);
+        }
+    }
+    if let Some(slopes) = &options.alibi_slopes {
+        let slope = slopes[head];
+        let distance = first as i64 - position;
+        for (j, s) in scores.iter_mut().enumerate() {
+            *s += slope * (distance + j as i64) as f32;
+        }
+    }
+    let before = visible.start.saturating_sub(first).min(scores.len());
+    let until = visible.end.saturating_sub(first).min(scores.len());
+    scores[..before].fill(f32::NEG_INFINITY);
+    scores[until.max(before)..].fill(f32::NEG_INFINITY);
+}
+
+/// The running softmax of one row (Milakov and Gimelshein 2018): largest score so far, and
+/// the sum of `e^(score − max)`.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Running {
+    pub max: f32,
+    pub sum: f32,
+}
+
+impl Running {
+    pub(super) const EMPTY: Self = Self {
+        max: f32::NEG_INFINITY,
+        sum: 0.0,
+    };
+
+    /// Replaces scores by weights relative to the new maximum and returns the factor by which
+    /// everything accumulated before shrinks.
+    ///
+    /// While all scores are −inf, weights are 0. A NaN score gives a NaN sum.
+    #[inline(always)]
+    pub(super) fn absorb(&mut self, scores: &mut [f32]) -> f32 {
+        let max = largest(scores, self.max);
+        let base = if max == f32::NEG_INFINITY { 0.0 } else { max };
+        let shrink = exp(self.max - base);
+        for s in scores.iter_mut() {
+            *s = exp(*s - base);
+        }
+        self.max = max;
+        self.sum = self.sum * shrink + total(scores);
+        shrink
+    }
+}
+
+const WIDE: usize = 16;
+
+#[inline(always)]
+fn largest(values: &[f32], start: f32) -> f32 {
+    let mut lanes = [start; WIDE];
+    let (chunks, rest) = values.as_chunks::<WIDE>();
+    for chunk in chunks {
+        for i in 0..WIDE {
+            lanes[i] = if chunk[i] > lanes[i] {
+                chunk[i]
+            } else {
+                lanes[i]
+            };
+        }
+    }
+    for (lane, &x) in lanes.iter_mut().zip(rest) {
+        *lane = if x > *lane { x } else { *lane };
+    }
+    lanes.into_iter().fold(start, f32::max)
+}
+
+#[inline(always)]
+fn total(values: &[f32]) -> f32 {
+    let mut lanes = [0f32; WIDE];
+    let (chunks, rest) = values.as_chunks::<WIDE>();
+    for chunk in chunks {
+        for i in 0..WIDE {
+            lanes[i] += chunk[i];
+        }
+    }
+    for (lane, &x) in lanes.iter_mut().zip(rest) {
+        *lane += x;
+    }
+    let mut width = WIDE / 2;
+    while width > 0 {
+        for i in 0..width {
+            lanes[i] += lanes[i + width];
+        }
+        width /= 2;
+    }
+    lanes[0]
+}
+
+/// `e^x` for `x ≤ 0` within 2 ulp; 0 below the normal numbers; NaN stays NaN.
+///
+/// `x = n ln 2 + r` with `|r| ≤ ln 2 / 2` and a Taylor polynomial of degree 7 in `r`, whose
+/// remainder is below 1e-8. Branch-free.
+#[inline(always)]
+pub(super) fn exp(x: f32) -> f32 {
+    // Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits.
+    const ROUND: f32 = 12_582_912.0;
+    // ln 2 in two parts; the first has 10 bits, so that n times it is exact.
+    const LN2_HIGH: f32 = 0.693_359_4;
+    const LN2_LOW: f32 = -2.121_944_4e-4;
+    const LEAST: f32 = -87.336_54;
+    let shifted = x * std::f32::consts::LOG2_E + ROUND;
+    let n = shifted - ROUND;
+    let r = (x - n * LN2_HIGH) - n * LN2_LOW;
+    let mut p = 1.0 / 5040.0;
+    p = p * r + 1.0 / 720.0;
+    p = p * r + 1.0 / 120.0;
+    p = p * r + 1.0 / 24.0;
+    p = p * r + 1.0 / 6.0;
+    p = p * r + 0.5;
+    p = p * r + 1.0;
+    p = p * r + 1.0;
+    let scale = f32::from_bits((shifted.to_bits() << 23).wrapping_add(127 << 23));
+    // A product, not an addition to the exponent: NaN must survive.
+    if x < LEAST { 0.0 } else { p * scale }
+}
+
+/// `tanh x` within a few ulp: a Taylor polynomial near 0, where the quotient would cancel,
+/// else `(1 − e^−2|x|) / (1 + e^−2|x|)`. Branch-free.
+#[inline(always)]
+fn tanh(x: f32) -> f32 {
+    let e = exp(-2.0 * x.abs());
+    let far = ((1.0 - e) / (1.0 + e)).copysign(x);
+    let y = x * x;
+    let mut p = 21_844.0 / 6_081_075.0;
+    p = p * y - 1_382.0 / 155_925.0;
+    p = p * y + 62.0 / 2_835.0;
+    p = p * y - 17.0 / 315.0;
+    p = p * y + 2.0 / 15.0;
+    p = p * y - 1.0 / 3.0;
+    p = p * y + 1.0;
+    if x.abs() < 0.5 { p * x } else { far }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn exp_is_within_two_ulp_and_keeps_the_special_values() {
+        let mut x = -87.0f32;
+        while x <= 0.0 {
+            let want = f64::from(x).exp();
+            let off = (f64::from(exp(x)) - want).abs() / want;
+            assert!(off < 2.4e-7, "{x}: off by {off:e}");
+            x += 0.001_37;
+        }
+        assert_eq!(exp(0.0), 1.0);
+        assert_eq!(exp(-90.0), 0.0);
+        assert_eq!(exp(f32::NEG_INFINITY), 0.0);
+        assert!(exp(f32::NAN).is_nan());
+        assert!(exp(f32::from_bits(0xffff_ffff)).is_nan());
+    }
+
+    #[test]
+    fn tanh_is_within_a_few_ulp_and_keeps_the_special_values() {
+        let mut x = -12.0f32;
+        while x <= 12.0 {
+            let want = f64::from(x).tanh();
+            let off = (f64::from(tanh(x)) - want).abs() / want.abs().max(1e-30);
+            assert!(off < 5e-7, "{x}: off by {off:e}");
+            x += 0.000_73;
+        }
+        assert_eq!(tanh(0.0), 0.0);
+        assert_eq!(tanh(1e5), 1.0);
+        assert_eq!(tanh(f32::NEG_INFINITY), -1.0);
+        assert!(tanh(f32::NAN).is_nan());
+    }
+
+    #[test]
+    fn a_row_absorbed_in_parts_has_the_sum_of_the_whole() {
+        let scores: Vec<f32> = (0..100)
+            .map(|i| ((i * 37) % 41) as f32 * 0.3 - 5.0)
+            .collect();
+        let want: f64 = scores.iter().map(|&s| f64::from(s).exp()).sum();
+        let mut running = Running::EMPTY;
+        for part in scores.chunks(23) {
+            running.absorb(&mut part.to_vec());
+        }
+        let lse = f64::from(running.max) + f64::from(running.sum).ln();
+        assert!((lse - want.ln()).abs() < 1e-6);
+    }
+
+    #[test]
+    fn hidden_scores_weigh_nothing_whatever_they_were() {
+        let mut running = Running::EMPTY;
+        let mut scores = [f32::NAN, 1.0, f32::INFINITY];
+        let options = AttentionOptions::new(1.0);
+        finish_scores(&mut scores, 4, 5, &(5..6), 0, &options);
+        assert_eq!(running.absorb(&mut scores), 0.0);
+        assert_eq!(scores, [0.0, 1.0, 0.0]);
+        let mut hidden = [f32::NAN; 3];
+        finish_scores(&mut hidden, 6, 5, &(5..6), 0, &options);
+        assert_eq!(running.absorb(&mut hidden), 1.0);
+        assert_eq!((running.max, running.sum), (1.0, 1.0));
+    }
+}

@@ -1,0 +1,317 @@
+//! Vector registers of the machine, found at run time.
+//!
+//! A kernel is written once, generic in [`Simd`], with `#[inline(always)]` down to the
+//! arithmetic; [`dispatch`] compiles it for each instruction set and picks one. The plain
+//! loops of such a kernel (softmax, masks) are vectorised for the same instruction set.
+
+use half::{bf16, f16};
+
+/// An instruction set. A value of an implementing type proves that the machine has it.
+pub(super) trait Simd: Copy + 'static {
+    /// A register of f32.
+    type V: Copy;
+    /// f32 in a register.
+    const LANES: usize;
+    /// Whether 16 accumulators fit the register file beside their operands.
+    const MANY_REGISTERS: bool;
+
+    fn splat(self, x: f32) -> Self::V;
+    fn mul(self, a: Self::V, b: Self::V) -> Self::V;
+    /// `a * b + c`
+    fn mul_add(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V;
+    /// Sum of all lanes.
+    fn sum(self, a: Self::V) -> f32;
+    /// # Safety
+    /// `src` points at `LANES` readable elements; any alignment.
+    unsafe fn load_f32(self, src: *const f32) -> Self::V;
+    /// # Safety
+    /// `src` points at `LANES` readable elements; any alignment of 2.
+    unsafe fn load_f16(self, src: *const f16) -> Self::V;
+    /// # Safety
+    /// `src` points at `LANES` readable elements; any alignment of 2.
+    unsafe fn load_bf16(self, src: *const bf16) -> Self::V;
+    /// # Safety
+    /// `dst` points at `LANES` writable elements; any alignment.
+    unsafe fn store(self, dst: *mut f32, a: Self::V);
+    /// Asks for the cache line at an address, which need not be valid.
+    fn prefetch<T>(self, address: *const T);
+}
+
+/// Work that [`dispatch`] compiles for an instruction set. Implement `run` with
+/// `#[inline(always)]`.
+pub(super) trait Task {
+    fn run<S: Simd>(self, simd: S);
+}
+
+/// Runs a task on the widest instruction set that the machine has.
+pub(super) fn dispatch<T: Task>(task: T) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        if let Some(simd) = x86::Avx512::detect() {
+            return simd.run(task);
+        }
+        if let Some(simd) = x86::Avx2::detect() {
+            return simd.run(task);
+        }
+    }
+    task.run(Plain);
+}
+
+/// What the target always has, by the compiler's own vectorisation.
+#[derive(Clone, Copy)]
+pub(super) struct Plain;
+
+const PLAIN: usize = 8;
+
+impl Simd for Plain {
+    type V = [f32; PLAIN];
+    const LANES: usize = PLAIN;
+    const MANY_REGISTERS: bool = false;
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> Self::V {
+        [x; PLAIN]
+    }
+
+    #[inline(always)]
+    fn mul(self, mut a: Self::V, b: Self::V) -> Self::V {
+        for i in 0..PLAIN {
+            a[i] *= b[i];
+        }
+        a
+    }
+
+    #[inline(always)]
+    fn mul_add(self, a: Self::V, b: Self::V, mut c: Self::V) -> Self::V {
+        for i in 0..PLAIN {
+            // Without the instruction a fused product is a slow call.
+            c[i] = if cfg!(any(target_arch = "aarch64", target_feature = "fma")) {
+                a[i].mul_add(b[i], c[i])
+            } else {
+                a[i] * b[i] + c[i]
+            };
+        }
+        c
+    }
+
+    #[inline(always)]
+    fn sum(self, a: Self::V) -> f32 {
+        ((a[0] + a[4]) + (a[2] + a[6])) + ((a[1] + a[5]) + (a[3] + a[7]))
+    }
+
+    #[inline(always)]
+    unsafe fn load_f32(self, src: *const f32) -> Self::V {
+        // SAFETY: the caller's promise.
+        unsafe { src.cast::<Self::V>().read_unaligned() }
+    }
+
+    #[inline(always)]
+    unsafe fn load_f16(self, src: *const f16) -> Self::V {
+        // SAFETY: the caller's promise.
+        unsafe { src.cast::<[f16; PLAIN]>().read_unaligned() }.map(f16::to_f32)
+    }
+
+    #[inline(always)]
+    unsafe fn load_bf16(self, src: *const bf16) -> Self::V {
+        // SAFETY: the caller's promise.
+        unsafe { src.cast::<[bf16; PLAIN]>().read_unaligned() }
+            .map(|x| f32::from_bits(u32::from(x.to_bits()) << 16))
+    }
+
+    #[inline(always)]
+    unsafe fn store(self, dst: *mut f32, a: Self::V) {
+        // SAFETY: the caller's promise.
+        unsafe { dst.cast::<Self::V>().write_unaligned(a) }
+    }
+
+    #[inline(always)]
+    fn prefetch<T>(self, _: *const T) {}
+}
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use std::arch::x86_64::*;
+
+    use half::{bf16, f16};
+
+    use super::{Simd, Task};
+
+    /// AVX-512 (F, BW, DQ, VL): Skylake-X, Zen 4 and later.
+    #[derive(Clone, Copy)]
+    pub(in super::super) struct Avx512(());
+
+    impl Avx512 {
+        pub(in super::super) fn detect() -> Option<Self> {
+            let has = is_x86_feature_detected!("avx512f")
+                && is_x86_feature_detected!("avx512bw")
+                && is_x86_feature_detected!("avx512dq")
+                && is_x86_feature_detected!("avx512vl")
+                && is_x86_feature_detected!("fma")
+                && is_x86_feature_detected!("f16c");
+            has.then_some(Self(()))
+        }
+
+        pub(in super::super) fn run<T: Task>(self, task: T) {
+            #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+            fn compiled<T: Task>(task: T, simd: Avx512) {
+                task.run(simd);
+            }
+            // SAFETY: `detect`, the only maker of `self`, found these features.
+            unsafe { compiled(task, self) }
+        }
+    }
+
+    // The SAFETY of every intrinsic below: `self` proves that the machine has the feature, and
+    // pointers are as the caller promised.
+    impl Simd for Avx512 {
+        type V = __m512;
+        const LANES: usize = 16;
+        const MANY_REGISTERS: bool = true;
+
+        #[inline(always)]
+        fn splat(self, x: f32) -> __m512 {
+            // SAFETY: see above.
+            unsafe { _mm512_set1_ps(x) }
+        }
+
+        #[inline(always)]
+        fn mul(self, a: __m512, b: __m512) -> __m512 {
+            // SAFETY: see above.
+            unsafe { _mm512_mul_ps(a, b) }
+        }
+
+        #[inline(always)]
+        fn mul_add(self, a: __m512, b: __m512, c: __m512) -> __m512 {
+            // SAFETY: see above.
+            unsafe { _mm512_fmadd_ps(a, b, c) }
+        }
+
+        #[inline(always)]
+        fn sum(self, a: __m512) -> f32 {
+            // SAFETY: see above.
+            unsafe { _mm512_reduce_add_ps(a) }
+        }
+
+        #[inline(always)]
+        unsafe fn load_f32(self, src: *const f32) -> __m512 {
+            // SAFETY: see above.
+            unsafe { _mm512_loadu_ps(src) }
+        }
+
+        #[inline(always)]
+        unsafe fn load_f16(self, src: *const f16) -> __m512 {
+            // SAFETY: see above.
+            unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(src.cast())) }
+        }
+
+        #[inline(always)]
+        unsafe fn load_bf16(self, src: *const bf16) -> __m512 {
+            // SAFETY: see above. A bf16 is the upper half of an f32.
+            unsafe {
+                let bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256(src.cast()));
+                _mm512_castsi512_ps(_mm512_slli_epi32::<16>(bits))
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn store(self, dst: *mut f32, a: __m512) {
+            // SAFETY: see above.
+            unsafe { _mm512_storeu_ps(dst, a) }
+        }
+
+        #[inline(always)]
+        fn prefetch<T>(self, address: *const T) {
+            // SAFETY: a prefetch never faults.
+            unsafe { _mm_prefetch::<_MM_HINT_T1>(address.cast()) }
+        }
+    }
+
+    /// AVX2 with FMA and F16C: Haswell, Zen and later.
+    #[derive(Clone, Copy)]
+    pub(in super::super) struct Avx2(());
+
+    impl Avx2 {
+        pub(in super::super) fn detect() -> Option<Self> {
+            let has = is_x86_feature_detected!("avx2")
+                && is_x86_feature_detected!("fma")
+                && is_x86_feature_detected!("f16c");
+            has.then_some(Self(()))
+        }
+
+        pub(in super::super) fn run<T: Task>(self, task: T) {
+            #[target_feature(enable = "avx2,fma,f16c")]
+            fn compiled<T: Task>(task: T, simd: Avx2) {
+                task.run(simd);
+            }
+            // SAFETY: `detect`, the only maker of `self`, found these features.
+            unsafe { compiled(task, self) }
+        }
+    }
+
+    impl Simd for Avx2 {
+        type V = __m256;
+        const LANES: usize = 8;
+        const MANY_REGISTERS: bool = false;
+
+        #[inline(always)]
+        fn splat(self, x: f32) -> __m256 {
+            // SAFETY: see above.
+            unsafe { _mm256_set1_ps(x) }
+        }
+
+        #[inline(always)]
+        fn mul(self, a: __m256, b: __m256) -> __m256 {
+            // SAFETY: see above.
+            unsafe { _mm256_mul_ps(a, b) }
+        }
+
+        #[inline(always)]
+        fn mul_add(self, a: __m256, b: __m256, c: __m256) -> __m256 {
+            // SAFETY: see above.
+            unsafe { _mm256_fmadd_ps(a, b, c) }
+        }
+
+        #[inline(always)]
+        fn sum(self, a: __m256) -> f32 {
+            // SAFETY: see above.
+            unsafe {
+                let a = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps::<1>(a));
+                let a = _mm_add_ps(a, _mm_movehl_ps(a, a));
+                _mm_cvtss_f32(_mm_add_ss(a, _mm_shuffle_ps::<1>(a, a)))
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn load_f32(self, src: *const f32) -> __m256 {
+            // SAFETY: see above.
+            unsafe { _mm256_loadu_ps(src) }
+        }
+
+        #[inline(always)]
+        unsafe fn load_f16(self, src: *const f16) -> __m256 {
+            // SAFETY: see above.
+            unsafe { _mm256_cvtph_ps(_mm_loadu_si128(src.cast())) }
+        }
+
+        #[inline(always)]
+        unsafe fn load_bf16(self, src: *const bf16) -> __m256 {
+            // SAFETY: see above. A bf16 is the upper half of an f32.
+            unsafe {
+                let bits = _mm256_cvtepu16_epi32(_mm_loadu_si128(src.cast()));
+                _mm256_castsi256_ps(_mm256_slli_epi32::<16>(bits))
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn store(self, dst: *mut f32, a: __m256) {
+            // SAFETY: see above.
+            unsafe { _mm256_storeu_ps(dst, a) }
+        }
+
+        #[inline(always)]
+        fn prefetch<T>(self, address: *const T) {
+            // SAFETY: a prefetch never faults.
+            unsafe { _mm_prefetch::<_MM_HINT_T1>(address.cast()) }
+        }
+    }
+}

@@ -1,0 +1,78 @@
+//! `merge_states`: attention over two disjoint sets of keys from the attention over each.
+
+use candle_core::Tensor;
+
+use super::AttnState;
+use crate::error::{Error, Result};
+
+const OP: &str = "merge_states";
+
+/// Combines the attention of the same queries over two disjoint sets of keys into the
+/// attention over their union: `out = (out_a · e^lse_a + out_b · e^lse_b) / (e^lse_a + e^lse_b)`
+/// and `lse = ln(e^lse_a + e^lse_b)`, computed so that nothing overflows.
+///
+/// Commutative; the state of no key, `(0, −inf)`, is the identity. The method is that of
+/// FlashAttention's and FlashInfer's split softmax. Plain tensor ops on any device.
+///
+/// # Errors
+/// [`Error::Shape`] and the like unless both states are F32 of one shape:
+/// `out [rows, heads, v_dim]`, `lse [rows, heads]`.
+pub fn merge_states(a: &AttnState, b: &AttnState) -> Result<AttnState> {
+    let (rows, heads, dim) = a.out.dims3().map_err(|_| Error::Shape {
+        op: OP,
+        tensor: "a.out".into(),
+        expected: "[rows, heads, v_dim]".into(),
+        got: a.out.dims().to_vec(),
+    })?;
+    for (name, tensor, expected) in [
+        ("a.lse", &a.lse, vec![rows, heads]),
+        ("b.out", &b.out, vec![rows, heads, dim]),
+        ("b.lse", &b.lse, vec![rows, heads]),
+    ] {
+        if tensor.dims() != expected {
+            return Err(Error::Shape {
+                op: OP,
+                tensor: name.into(),
+                expected: format!("{expected:?}"),
+                got: tensor.dims().to_vec(),
+            });
+        }
+    }
+    for (name, tensor) in [
+        ("a.out", &a.out),
+        ("a.lse", &a.lse),
+        ("b.out", &b.out),
+        ("b.lse", &b.lse),
+    ] {
+        if tensor.dtype() != candle_core::DType::F32 {
+            return Err(Error::Dtype {
+                op: OP,
+                tensor: name,
+                expected: "F32".into(),
+                got: tensor.dtype(),
+            });
+        }
+    }
+    let base = finite_or_zero(&a.lse.maximum(&b.lse)?)?;
+    let weight_a = (&a.lse - &base)?.exp()?;
+    let weight_b = (&b.lse - &base)?.exp()?;
+    let total = (&weight_a + &weight_b)?;
+    let sum = (a.out.broadcast_mul(&weight_a.unsqueeze(2)?)?
+        + b.out.broadcast_mul(&weight_b.unsqueeze(2)?)?)?;
+    Ok(AttnState {
+        out: sum.broadcast_div(&one_if_zero(&total)?.unsqueeze(2)?)?,
+        lse: (base + total.log()?)?,
+    })
+}
+
+/// −inf becomes 0, so that subtracting it from −inf is not NaN.
+pub(super) fn finite_or_zero(max: &Tensor) -> Result<Tensor> {
+    let empty = max.eq(f32::NEG_INFINITY)?;
+    Ok(empty.where_cond(&max.zeros_like()?, max)?)
+}
+
+/// 0 becomes 1, so that a row without keys divides 0 by 1.
+pub(super) fn one_if_zero(total: &Tensor) -> Result<Tensor> {
+    let empty = total.eq(0f32)?;
+    Ok(empty.where_cond(&total.ones_like()?, total)?)
+}
