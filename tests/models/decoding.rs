@@ -7,9 +7,9 @@ use candle_paged_attn::cache::{Feed, Logits};
 use candle_paged_attn::models::CausalLm;
 use serde_json::json;
 
-use crate::checkpoint::{Memory, Tiny, distance, tokens};
+use crate::checkpoint::{Tiny, distance, tokens};
 use crate::reference::{self, Reference};
-use crate::run::{cache, in_chunks, load, sequence, step};
+use crate::run::{cache, in_chunks, load, sequence};
 
 #[test]
 fn biases_and_a_head_dim_of_its_own() {
@@ -45,36 +45,6 @@ fn linear_rope_scaling_divides_positions() {
     let model = load(&tiny, &weights, DType::F32);
     let far = distance(&in_chunks(&model, &prompt, 40), &reference.logits(&prompt));
     assert!(far <= 1e-5, "{far}");
-}
-
-/// A 16-bit model against f64 on the weights it really has.
-#[test]
-fn sixteen_bit_models_are_as_good_as_their_dtype() {
-    for (dtype, tolerance) in [(DType::F16, 4e-3), (DType::BF16, 3e-2)] {
-        for tied in [false, true] {
-            let tiny = Tiny {
-                tied,
-                ..Tiny::new(3)
-            };
-            let mut rounded = Memory::default();
-            for (name, tensor) in tiny.weights(25).tensors() {
-                let keeps = name.contains("norm");
-                let stored = if keeps { DType::F32 } else { dtype };
-                rounded.insert(name, tensor.to_dtype(stored).unwrap());
-            }
-            let prompt = tokens(26, 24, tiny.vocab);
-            let want = reference::logits(&tiny, &rounded, &prompt);
-            let model = load(&tiny, &rounded, dtype);
-            let cache = cache(&model, dtype);
-            let id = sequence(&cache, &prompt);
-            let mut got = step(&model, &cache, &[(id, &prompt[..20])]);
-            for token in 20..24 {
-                got.extend(step(&model, &cache, &[(id, &prompt[token..token + 1])]));
-            }
-            let far = distance(&got, &want);
-            assert!(far <= tolerance, "{dtype:?}, tied {tied}: {far}");
-        }
-    }
 }
 
 #[test]

@@ -163,10 +163,11 @@ fn a_part_of_the_head_is_turned() {
     metadata.retain(|(field, _)| *field != "llama.rope.dimension_count");
     metadata.push(("llama.rope.dimension_count", Value::U32(10)));
     let model = load_gguf(metadata, &gguf);
+    let tensors = weights.tensors();
     let reference = Reference {
         frequencies: frequencies(10, 10_000.0),
         halves: false,
-        ..Reference::new(&tiny, &weights.tensors())
+        ..Reference::new(&tiny, &tensors)
     };
     let far = distance(&in_chunks(&model, &prompt, 30), &reference.logits(&prompt));
     assert!(far <= 1e-5, "{far}");
@@ -243,16 +244,19 @@ fn quantised_linears_give_the_logits_of_quantized_llama() {
                 weights.quantize(part, kind);
             }
             weights.quantize("token_embd", GgmlDType::Q8_0);
-            for len in [1, 32] {
-                let prompt = tokens(48, len, tiny.vocab);
+            let distance_of = |seed, len| {
+                let prompt = tokens(seed, len, tiny.vocab);
                 let (want, model) = from_one_file(&tiny, &weights, &prompt);
                 let got = in_chunks(&model, &prompt, len).pop().unwrap();
-                let far = distance(&[got], &[want]);
-                assert!(
-                    far <= 1e-3,
-                    "{kind:?} {hidden}, {len} tokens, tied {tied}: {far}"
-                );
-            }
+                distance(&[got], &[want])
+            };
+            let far = distance_of(48, 1);
+            assert!(far <= 1e-6, "{kind:?} {hidden}, tied {tied}: {far}");
+            // Attention sums in another order than candle. Where that moves an activation
+            // across a rounding edge, the step shows; it must be the exception.
+            let mut far = [53, 54, 55].map(|seed| distance_of(seed, 32));
+            far.sort_by(f64::total_cmp);
+            assert!(far[1] <= 1e-5, "{kind:?} {hidden}, tied {tied}: {far:?}");
         }
     }
 }

@@ -12,10 +12,10 @@ pub fn load(tiny: &Tiny, weights: &dyn WeightSource, dtype: DType) -> Decoder {
     Decoder::load(spec, weights, dtype, &Device::Cpu).unwrap()
 }
 
-/// A cache of 512 blocks for `model`, with rows of `dtype`.
+/// A cache of 600 blocks for `model`, with rows of `dtype`.
 pub fn cache(model: &Decoder, dtype: DType) -> PagedKvCache {
     let spec = model.cache_spec(dtype).unwrap();
-    PagedKvCache::new(&spec, &CacheConfig::blocks(512), &Device::Cpu).unwrap()
+    PagedKvCache::new(&spec, &CacheConfig::blocks(600), &Device::Cpu).unwrap()
 }
 
 /// A sequence that finds nothing cached.
