@@ -264,8 +264,8 @@ mod tests {
     /// The rotation of one head in f64.
     fn turned(x: &[f64], spec: &RopeSpec, divisors: &[f32], position: u32) -> Vec<f64> {
         let mut out = x.to_vec();
-        for i in 0..spec.dim / 2 {
-            let angle = f64::from(position) * frequency(spec, i) / f64::from(divisors[i]);
+        for (i, &divisor) in divisors[..spec.dim / 2].iter().enumerate() {
+            let angle = f64::from(position) * frequency(spec, i) / f64::from(divisor);
             let (a, b) = match spec.pairs {
                 RopePairs::Halves => (i, i + spec.dim / 2),
                 RopePairs::Neighbours => (2 * i, 2 * i + 1),
