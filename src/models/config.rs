@@ -19,7 +19,6 @@ fn wrong_type(place: &str, field: &str, expected: &str, got: impl std::fmt::Debu
 }
 
 /// A `config.json` or an object inside it. `null` counts as absent.
-#[derive(Clone)]
 pub(super) struct Json<'a> {
     object: &'a serde_json::Value,
     place: String,

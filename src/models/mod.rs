@@ -41,13 +41,13 @@ pub trait CausalLm: Send + Sync {
     /// `[plan.logit_rows().len(), vocab]`, one row per wanted logit row, in their order.
     ///
     /// # Errors
-    /// Those of the ops, [`Error::StalePlan`](crate::Error::StalePlan) among them.
+    /// Those of the ops, [`Error::StalePlan`] among them.
     fn forward(&self, tokens: &Tensor, plan: &StepPlan) -> Result<Tensor>;
 
     /// The cache this model needs, with K/V rows of `dtype`.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) for an unsupported dtype.
+    /// [`Error::InvalidArgument`] for an unsupported dtype.
     fn cache_spec(&self, dtype: candle_core::DType) -> Result<CacheSpec>;
 
     /// Tokens in the vocabulary: ids are below this.

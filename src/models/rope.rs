@@ -207,3 +207,164 @@ fn turn_neighbours<T: Element>(x: &[T], out: &mut [T], cos: &[f32], sin: &[f32])
         (out[0], out[1]) = turn(x[0], x[1], cos, sin);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LLAMA3: RopeScaling = RopeScaling::Llama3 {
+        factor: 32.0,
+        low_freq_factor: 1.0,
+        high_freq_factor: 4.0,
+        original_context: 8192,
+    };
+
+    fn spec(dim: usize, pairs: RopePairs, scaling: RopeScaling) -> RopeSpec {
+        RopeSpec {
+            dim,
+            base: 500_000.0,
+            pairs,
+            scaling,
+        }
+    }
+
+    /// Frequency `i` written as the formulas of the papers and of transformers have it.
+    fn frequency(spec: &RopeSpec, i: usize) -> f64 {
+        let plain = 1.0 / spec.base.powf((2 * i) as f64 / spec.dim as f64);
+        match spec.scaling {
+            RopeScaling::None => plain,
+            RopeScaling::Linear { factor } => plain / factor,
+            RopeScaling::Llama3 {
+                factor,
+                low_freq_factor,
+                high_freq_factor,
+                original_context,
+            } => {
+                let wavelength = 2.0 * std::f64::consts::PI / plain;
+                let original = original_context as f64;
+                if wavelength < original / high_freq_factor {
+                    plain
+                } else if wavelength > original / low_freq_factor {
+                    plain / factor
+                } else {
+                    let smooth = (original / wavelength - low_freq_factor)
+                        / (high_freq_factor - low_freq_factor);
+                    (1.0 - smooth) * plain / factor + smooth * plain
+                }
+            }
+        }
+    }
+
+    /// Values from -3 to 3 without a pattern.
+    fn values(rows: usize, columns: usize) -> Result<Tensor> {
+        let values = (0..rows * columns).map(|i| 3.0 * (i as f32 * 12.9898).sin());
+        Tensor::from_iter(values, &Device::Cpu)?.reshape((rows, columns))
+    }
+
+    /// The rotation of one head in f64.
+    fn turned(x: &[f64], spec: &RopeSpec, divisors: &[f32], position: u32) -> Vec<f64> {
+        let mut out = x.to_vec();
+        for (i, &divisor) in divisors[..spec.dim / 2].iter().enumerate() {
+            let angle = f64::from(position) * frequency(spec, i) / f64::from(divisor);
+            let (a, b) = match spec.pairs {
+                RopePairs::Halves => (i, i + spec.dim / 2),
+                RopePairs::Neighbours => (2 * i, 2 * i + 1),
+            };
+            out[a] = x[a] * angle.cos() - x[b] * angle.sin();
+            out[b] = x[a] * angle.sin() + x[b] * angle.cos();
+        }
+        out
+    }
+
+    #[test]
+    fn c18_angles_at_position_15962_are_f64_rounded_once() -> Result<()> {
+        for scaling in [
+            RopeScaling::None,
+            RopeScaling::Linear { factor: 4.0 },
+            LLAMA3,
+        ] {
+            let spec = spec(128, RopePairs::Halves, scaling);
+            let positions = [15_962, 0, 131_071];
+            let angles = Rope::new(&spec, None).angles(&positions, &Device::Cpu)?;
+            assert_eq!(angles.cos.dtype(), DType::F32);
+            let (cos, sin) = (angles.cos.to_vec2::<f32>()?, angles.sin.to_vec2::<f32>()?);
+            for (row, position) in positions.into_iter().enumerate() {
+                for i in 0..64 {
+                    let angle = f64::from(position) * frequency(&spec, i);
+                    // Half a unit in the last place, and what f64 loses on an angle this large.
+                    let close = |got: f32, want: f64| {
+                        (f64::from(got) - want).abs() <= f64::from(f32::EPSILON) / 4.0 + 1e-9
+                    };
+                    assert!(close(cos[row][i], angle.cos()), "cos {position} {i}");
+                    assert!(close(sin[row][i], angle.sin()), "sin {position} {i}");
+                }
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn c18_a_bf16_row_is_turned_in_f32() -> Result<()> {
+        let spec = spec(64, RopePairs::Halves, RopeScaling::None);
+        let angles = Rope::new(&spec, None).angles(&[15_962], &Device::Cpu)?;
+        let x = values(1, 128)?.to_dtype(DType::BF16)?;
+        let got = angles.apply(&x, 2)?;
+        assert_eq!(got.dtype(), DType::BF16);
+        let got = got.to_dtype(DType::F64)?.to_vec3::<f64>()?;
+        let x = x.to_dtype(DType::F64)?.to_vec2::<f64>()?;
+        for head in 0..2 {
+            let want = turned(&x[0][head * 64..][..64], &spec, &[1.0; 32], 15_962);
+            for (got, want) in got[0][head].iter().zip(want) {
+                // One rounding to the 8 bits of bf16 of a value that is exact to f32.
+                assert!(
+                    (got - want).abs() <= want.abs() / 256.0 + 1e-6,
+                    "{got} {want}"
+                );
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn turns_strided_rows_at_any_position_like_f64() -> Result<()> {
+        let divisors: Vec<f32> = (0..16).map(|i| 1.0 + i as f32 / 4.0).collect();
+        for (rows, heads, dim, rope_dim, pairs, scaling) in [
+            (5, 3, 32, 32, RopePairs::Halves, LLAMA3),
+            (5, 3, 32, 32, RopePairs::Neighbours, RopeScaling::None),
+            (4, 2, 40, 24, RopePairs::Halves, RopeScaling::None),
+            (
+                4,
+                2,
+                40,
+                24,
+                RopePairs::Neighbours,
+                RopeScaling::Linear { factor: 2.0 },
+            ),
+            (130, 8, 32, 32, RopePairs::Halves, RopeScaling::None),
+        ] {
+            let spec = spec(rope_dim, pairs, scaling);
+            let positions: Vec<u32> = (0..rows).map(|r| (r * 7919) % 5000).collect();
+            let rows = rows as usize;
+            let columns = heads * dim;
+            let wide = values(rows, columns + 24)?;
+            let x = wide.narrow(1, 8, columns)?;
+            let angles = Rope::new(&spec, Some(&divisors)).angles(&positions, &Device::Cpu)?;
+            for got in [angles.apply(&x, heads)?, angles.apply_portable(&x, heads)?] {
+                assert_eq!(got.dims(), [rows, heads, dim]);
+                assert!(got.is_contiguous());
+                let got = got.to_dtype(DType::F64)?.to_vec3::<f64>()?;
+                let x = x.to_dtype(DType::F64)?.to_vec2::<f64>()?;
+                for row in 0..rows {
+                    for head in 0..heads {
+                        let x = &x[row][head * dim..][..dim];
+                        let want = turned(x, &spec, &divisors, positions[row]);
+                        for (got, want) in got[row][head].iter().zip(want) {
+                            assert!((got - want).abs() < 2e-6, "{row} {head}: {got} {want}");
+                        }
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+}

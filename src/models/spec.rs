@@ -222,7 +222,7 @@ impl AttentionSpec {
 
 impl RopeSpec {
     fn check(&self, k_dim: usize) -> Result<()> {
-        if self.dim == 0 || self.dim % 2 != 0 || self.dim > k_dim {
+        if self.dim == 0 || !self.dim.is_multiple_of(2) || self.dim > k_dim {
             return refuse(
                 "rope dimension",
                 &format!("even, from 2 to the head dimension {k_dim}"),

@@ -1,0 +1,20 @@
+//! The spec-driven decoder: configurations, linears, and whole forward passes against an f64
+//! reference and candle's own models.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+#[path = "models/against_candle.rs"]
+mod against_candle;
+#[path = "models/checkpoint.rs"]
+mod checkpoint;
+#[path = "models/configs.rs"]
+mod configs;
+#[path = "models/decoding.rs"]
+mod decoding;
+#[path = "models/gguf.rs"]
+mod gguf;
+#[path = "models/linears.rs"]
+mod linears;
+#[path = "models/reference.rs"]
+mod reference;
+#[path = "models/run.rs"]
+mod run;

@@ -1,0 +1,302 @@
+//! The GGUF side: neighbours turned, corrected frequencies, quantised weights.
+
+use std::collections::HashMap;
+use std::io::Cursor;
+use std::sync::Arc;
+
+use candle_core::quantized::{GgmlDType, QTensor, gguf_file};
+use candle_core::{DType, Device, Tensor};
+use candle_paged_attn::models::{Decoder, LinearWeight, spec_from_gguf};
+use candle_transformers::models::quantized_llama::ModelWeights;
+use gguf_file::Value;
+use serde_json::json;
+
+use crate::checkpoint::{Memory, Tiny, distance, tokens};
+use crate::reference::{Reference, frequencies};
+use crate::run::{in_chunks, load};
+
+fn metadata(tiny: &Tiny) -> Vec<(&'static str, Value)> {
+    let count = |n: usize| Value::U32(n as u32);
+    vec![
+        ("general.architecture", Value::String("llama".into())),
+        ("llama.embedding_length", count(tiny.hidden)),
+        ("llama.block_count", count(tiny.layers)),
+        ("llama.feed_forward_length", count(tiny.inner)),
+        ("llama.attention.head_count", count(tiny.heads)),
+        ("llama.attention.head_count_kv", count(tiny.kv_heads)),
+        ("llama.attention.layer_norm_rms_epsilon", Value::F32(1e-5)),
+        ("llama.rope.dimension_count", count(tiny.head_dim)),
+        ("llama.rope.freq_base", Value::F32(10_000.0)),
+        ("llama.context_length", count(tiny.context)),
+        (
+            "tokenizer.ggml.tokens",
+            Value::Array(vec![Value::String("x".into()); tiny.vocab]),
+        ),
+    ]
+}
+
+/// Rows of q or k, or their biases, as the converter of llama.cpp orders them: the pair
+/// `(i, i + dim / 2)` of a head becomes `(2i, 2i + 1)`.
+fn permuted(tensor: &Tensor, heads: usize) -> Tensor {
+    let rows = tensor.dim(0).unwrap();
+    let half = rows / heads / 2;
+    let order: Vec<u32> = (0..heads)
+        .flat_map(|head| (0..half).flat_map(move |i| [i, i + half].map(|i| (head, i))))
+        .map(|(head, i)| (head * 2 * half + i) as u32)
+        .collect();
+    let order = Tensor::new(order, &Device::Cpu).unwrap();
+    tensor.index_select(&order, 0).unwrap()
+}
+
+/// The checkpoint under GGUF's names, q and k permuted.
+fn as_gguf(tiny: &Tiny, weights: &Memory) -> Memory {
+    let mut gguf = Memory::default();
+    for (name, tensor) in weights.tensors() {
+        let heads = match &name {
+            name if name.contains("q_proj") => Some(tiny.heads),
+            name if name.contains("k_proj") => Some(tiny.kv_heads),
+            _ => None,
+        };
+        let tensor = heads.map_or(tensor.clone(), |heads| permuted(&tensor, heads));
+        let mut name = name;
+        for (hf, ggml) in [
+            ("model.embed_tokens", "token_embd"),
+            ("model.norm", "output_norm"),
+            ("lm_head", "output"),
+            ("model.layers.", "blk."),
+            ("input_layernorm", "attn_norm"),
+            ("post_attention_layernorm", "ffn_norm"),
+            ("self_attn.q_proj", "attn_q"),
+            ("self_attn.k_proj", "attn_k"),
+            ("self_attn.v_proj", "attn_v"),
+            ("self_attn.o_proj", "attn_output"),
+            ("mlp.gate_proj", "ffn_gate"),
+            ("mlp.up_proj", "ffn_up"),
+            ("mlp.down_proj", "ffn_down"),
+        ] {
+            name = name.replace(hf, ggml);
+        }
+        gguf.insert(name, tensor);
+    }
+    gguf
+}
+
+fn load_gguf(metadata: Vec<(&str, Value)>, weights: &Memory) -> Decoder {
+    let metadata: HashMap<String, Value> = metadata
+        .into_iter()
+        .map(|(field, value)| (field.to_string(), value))
+        .collect();
+    let spec = spec_from_gguf(&metadata, "tiny.gguf").unwrap();
+    Decoder::load(spec, weights, DType::F32, &Device::Cpu).unwrap()
+}
+
+#[test]
+fn permuted_weights_and_neighbours_equal_the_hf_layout() {
+    for (tied, bias) in [(false, false), (true, true)] {
+        let tiny = Tiny {
+            tied,
+            bias,
+            ..Tiny::new(3)
+        };
+        let weights = tiny.weights(41);
+        let prompt = tokens(42, 33, tiny.vocab);
+        let want = in_chunks(&load(&tiny, &weights, DType::F32), &prompt, 33);
+        let model = load_gguf(metadata(&tiny), &as_gguf(&tiny, &weights));
+        for chunk in [33, 4] {
+            let far = distance(&in_chunks(&model, &prompt, chunk), &want);
+            assert!(far <= 1e-5, "tied {tied}, chunks of {chunk}: {far}");
+        }
+    }
+}
+
+#[test]
+fn rope_freqs_divide_like_the_llama3_scaling_they_come_from() {
+    let tiny = Tiny {
+        extra: json!({"rope_scaling": {
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+        }}),
+        ..Tiny::new(2)
+    };
+    let weights = tiny.weights(43);
+    let prompt = tokens(44, 50, tiny.vocab);
+    let want = in_chunks(&load(&tiny, &weights, DType::F32), &prompt, 50);
+    // As llama.cpp's converter works them out.
+    let divisors: Vec<f32> = frequencies(tiny.head_dim, 10_000.0)
+        .into_iter()
+        .map(|frequency| {
+            let wavelength = 2.0 * std::f64::consts::PI / frequency;
+            if wavelength < 64.0 / 4.0 {
+                1.0
+            } else if wavelength > 64.0 {
+                8.0
+            } else {
+                let smooth = (64.0 / wavelength - 1.0) / 3.0;
+                (1.0 / ((1.0 - smooth) / 8.0 + smooth)) as f32
+            }
+        })
+        .collect();
+    let mut gguf = as_gguf(&tiny, &weights);
+    gguf.insert(
+        "rope_freqs.weight",
+        Tensor::new(divisors, &Device::Cpu).unwrap(),
+    );
+    let model = load_gguf(metadata(&tiny), &gguf);
+    let far = distance(&in_chunks(&model, &prompt, 50), &want);
+    assert!(far <= 1e-5, "{far}");
+}
+
+#[test]
+fn a_part_of_the_head_is_turned() {
+    let tiny = Tiny::new(2);
+    let weights = tiny.weights(45);
+    let prompt = tokens(46, 30, tiny.vocab);
+    // The rows are not permuted: the reference turns neighbours as well.
+    let mut gguf = as_gguf(&tiny, &weights);
+    for layer in 0..tiny.layers {
+        for (ggml, hf) in [("attn_q", "q_proj"), ("attn_k", "k_proj")] {
+            let tensor = weights.dense(&format!("model.layers.{layer}.self_attn.{hf}.weight"));
+            gguf.insert(format!("blk.{layer}.{ggml}.weight"), tensor);
+        }
+    }
+    let mut metadata = metadata(&tiny);
+    metadata.retain(|(field, _)| *field != "llama.rope.dimension_count");
+    metadata.push(("llama.rope.dimension_count", Value::U32(10)));
+    let model = load_gguf(metadata, &gguf);
+    let tensors = weights.tensors();
+    let reference = Reference {
+        frequencies: frequencies(10, 10_000.0),
+        halves: false,
+        ..Reference::new(&tiny, &tensors)
+    };
+    let far = distance(&in_chunks(&model, &prompt, 30), &reference.logits(&prompt));
+    assert!(far <= 1e-5, "{far}");
+}
+
+/// A model whose rows hold whole blocks of every format, and whole super-blocks or not.
+fn quantizable(hidden: usize) -> Tiny {
+    let heads = hidden / 32;
+    Tiny {
+        hidden,
+        heads,
+        kv_heads: heads / 2,
+        head_dim: 32,
+        inner: hidden,
+        vocab: 80,
+        ..Tiny::new(1)
+    }
+}
+
+/// Logits of candle's `quantized_llama` for the last row, and of ours for all, from one file.
+fn from_one_file(tiny: &Tiny, weights: &Memory, prompt: &[u32]) -> (Vec<f32>, Decoder) {
+    let mut tensors: Vec<(String, Arc<QTensor>)> = Vec::new();
+    for (name, weight) in &weights.0 {
+        let tensor = match weight {
+            LinearWeight::Quantized(tensor) => tensor.clone(),
+            _ => Arc::new(QTensor::quantize(&weights.dense(name), GgmlDType::F32).unwrap()),
+        };
+        tensors.push((name.clone(), tensor));
+    }
+    let metadata = metadata(tiny);
+    let metadata: Vec<(&str, &Value)> = metadata.iter().map(|(k, v)| (*k, v)).collect();
+    let tensors: Vec<(&str, &QTensor)> = tensors.iter().map(|(k, t)| (&**k, &**t)).collect();
+    let mut file = Cursor::new(Vec::new());
+    gguf_file::write(&mut file, &metadata, &tensors).unwrap();
+
+    file.set_position(0);
+    let content = gguf_file::Content::read(&mut file).unwrap();
+    let spec = spec_from_gguf(&content.metadata, "tiny.gguf").unwrap();
+    let mut read = Memory::default();
+    for name in content.tensor_infos.keys() {
+        let tensor = content.tensor(&mut file, name, &Device::Cpu).unwrap();
+        read.0
+            .insert(name.clone(), LinearWeight::Quantized(Arc::new(tensor)));
+    }
+    let model = Decoder::load(spec, &read, DType::F32, &Device::Cpu).unwrap();
+
+    let mut stock = ModelWeights::from_gguf(content, &mut file, &Device::Cpu).unwrap();
+    let prompt = Tensor::new(prompt, &Device::Cpu)
+        .unwrap()
+        .unsqueeze(0)
+        .unwrap();
+    let logits = stock.forward(&prompt, 0).unwrap();
+    (logits.to_vec2().unwrap().remove(0), model)
+}
+
+#[test]
+fn quantised_linears_give_the_logits_of_quantized_llama() {
+    for (hidden, kind) in [
+        (256, GgmlDType::Q4_0),
+        (256, GgmlDType::Q4_1),
+        (192, GgmlDType::Q4_1),
+        (256, GgmlDType::Q8_0),
+        (192, GgmlDType::Q8_0),
+        (256, GgmlDType::Q4K),
+        (256, GgmlDType::Q6K),
+    ] {
+        for tied in [false, true] {
+            let tiny = Tiny {
+                tied,
+                ..quantizable(hidden)
+            };
+            let mut weights = as_gguf(&tiny, &tiny.weights(47));
+            for part in ["attn_", "ffn_", "output.weight"] {
+                weights.quantize(part, kind);
+            }
+            weights.quantize("token_embd", GgmlDType::Q8_0);
+            let distance_of = |seed, len| {
+                let prompt = tokens(seed, len, tiny.vocab);
+                let (want, model) = from_one_file(&tiny, &weights, &prompt);
+                let got = in_chunks(&model, &prompt, len).pop().unwrap();
+                distance(&[got], &[want])
+            };
+            let far = distance_of(48, 1);
+            assert!(far <= 1e-6, "{kind:?} {hidden}, tied {tied}: {far}");
+            // Attention sums in another order than candle. Where that moves an activation
+            // across a rounding edge, the step shows; it must be the exception.
+            let mut far = [53, 54, 55].map(|seed| distance_of(seed, 32));
+            far.sort_by(f64::total_cmp);
+            assert!(far[1] <= 1e-5, "{kind:?} {hidden}, tied {tied}: {far:?}");
+        }
+    }
+}
+
+/// What quantisers make: v and down in a finer format, so that q and k are fused and v is not.
+#[test]
+fn mixed_formats_in_one_layer() {
+    let tiny = quantizable(256);
+    let mut weights = as_gguf(&tiny, &tiny.weights(49));
+    for part in ["attn_q", "attn_k", "attn_output", "ffn_gate", "ffn_up"] {
+        weights.quantize(part, GgmlDType::Q4K);
+    }
+    for part in ["attn_v", "ffn_down", "output.weight"] {
+        weights.quantize(part, GgmlDType::Q6K);
+    }
+    for len in [1, 20] {
+        let prompt = tokens(50, len, tiny.vocab);
+        let (want, model) = from_one_file(&tiny, &weights, &prompt);
+        let got = in_chunks(&model, &prompt, len).pop().unwrap();
+        let far = distance(&[got], &[want]);
+        assert!(far <= 1e-3, "{len} tokens: {far}");
+    }
+}
+
+/// Batching must not change answers: quantised rows in chunks and one by one.
+#[test]
+fn quantised_logits_do_not_depend_on_the_number_of_rows() {
+    for kind in [GgmlDType::Q4_1, GgmlDType::Q8_0, GgmlDType::Q6K] {
+        let tiny = quantizable(256);
+        let mut weights = as_gguf(&tiny, &tiny.weights(51));
+        for part in ["attn_", "ffn_", "output.weight", "token_embd"] {
+            weights.quantize(part, kind);
+        }
+        let prompt = tokens(52, 24, tiny.vocab);
+        let model = load_gguf(metadata(&tiny), &weights);
+        let whole = in_chunks(&model, &prompt, 24);
+        for chunk in [1, 7] {
+            let far = distance(&in_chunks(&model, &prompt, chunk), &whole);
+            // A sum in another order can move an activation across a rounding edge.
+            assert!(far <= 1e-3, "{kind:?}, chunks of {chunk}: {far}");
+        }
+    }
+}
