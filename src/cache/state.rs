@@ -197,7 +197,9 @@ impl State {
     pub(super) fn remove(&mut self, op: &'static str, id: SequenceId) -> Result<()> {
         let sequence = self.sequences.remove(op, id)?;
         for (group, held) in self.groups.iter_mut().zip(&sequence.groups) {
-            release_from_end(&mut group.allocator, held.table.blocks())?;
+            for &block in held.table.blocks().iter().rev() {
+                group.allocator.release(block)?;
+            }
         }
         Ok(())
     }
@@ -412,12 +414,4 @@ impl State {
         }
         Ok(())
     }
-}
-
-/// Releases blocks in reverse order.
-pub(super) fn release_from_end(allocator: &mut BlockAllocator, blocks: &[BlockId]) -> Result<()> {
-    for &block in blocks.iter().rev() {
-        allocator.release(block)?;
-    }
-    Ok(())
 }

@@ -2,7 +2,7 @@
 
 use super::plan::{Feed, StepBuffers};
 use super::sequence::{Chain, Sequence};
-use super::state::{Group, LiveFeed, State, Undo, release_from_end};
+use super::state::{Group, LiveFeed, State, Undo};
 use crate::block::BlockId;
 use crate::error::{Error, Result};
 
@@ -221,7 +221,10 @@ impl State {
                     });
                 }
                 let visible = group.spec.first_visible(len) / self.block_size;
-                release_from_end(&mut group.allocator, held.table.release_front(visible))?;
+                // First block first: what is farthest behind the window is evicted first.
+                for &block in held.table.release_front(visible) {
+                    group.allocator.release(block)?;
+                }
             }
         }
         self.counters.steps += 1;
