@@ -298,6 +298,7 @@ pub fn bits(t: &Tensor) -> Vec<u32> {
             .iter()
             .map(|x| u32::from(x.to_bits()))
             .collect(),
+        DType::U32 => t.to_vec1().unwrap(),
         _ => t
             .to_vec1::<f32>()
             .unwrap()

@@ -58,7 +58,8 @@ impl Golden {
         ]
     }
 
-    /// Output of the last row, by both implementations, must be `want`.
+    /// Output of the last row, by both implementations, must be `want`: to the last digits
+    /// written here, or within the tolerance of f32 where thousands of keys are summed.
     pub fn last_is(&self, options: &AttentionOptions, want: f64) {
         for (out, who) in [
             (self.kernel(options), "kernel"),
@@ -66,7 +67,15 @@ impl Golden {
         ] {
             let out = floats(&out);
             let got = out[out.len() - DIM];
-            assert!((got - want).abs() < 2e-6, "{who}: got {got}, want {want}");
+            let tolerance = if self.table.seq_lens()[0] < 1000 {
+                1e-6
+            } else {
+                1e-5 * want
+            };
+            assert!(
+                (got - want).abs() < tolerance,
+                "{who}: got {got}, want {want}"
+            );
         }
     }
 
