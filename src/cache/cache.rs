@@ -5,12 +5,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use candle_core::{Device, Tensor};
 
+use super::host::HostPool;
 use super::plan::{Feed, Layers, StepBuffers, StepPlan};
 use super::pool::{CacheConfig, LayerKv, block_bytes};
 use super::sequence::{SequenceId, Sequences};
 use super::spec::CacheSpec;
 use super::state::{Counters, Group, State};
-use crate::block::{BlockAllocator, BlockId, Event, EvictionPolicy, Lru, Namespace, Stats};
+use crate::block::{BlockAllocator, Event, EvictionPolicy, Lru, Namespace, Stats};
 use crate::error::{Error, Result};
 use crate::ops;
 
@@ -28,6 +29,8 @@ pub struct AddOptions {
     pub read_prefix: bool,
     /// Register its full blocks, so that later prompts find them.
     pub indexed: bool,
+    /// Count the prompt apart, see [`recomputed`](Self::recomputed).
+    pub recompute: bool,
 }
 
 impl Default for AddOptions {
@@ -36,6 +39,7 @@ impl Default for AddOptions {
             namespace: Namespace::default(),
             read_prefix: true,
             indexed: true,
+            recompute: false,
         }
     }
 }
@@ -60,6 +64,14 @@ impl AddOptions {
     pub fn unindexed(mut self) -> Self {
         self.read_prefix = false;
         self.indexed = false;
+        self
+    }
+
+    /// Says that the sequence was in the cache before and gave way to others: it is counted
+    /// apart, so that preemption does not show as hits of the prefix cache.
+    #[must_use]
+    pub fn recomputed(mut self) -> Self {
+        self.recompute = true;
         self
     }
 }
@@ -124,6 +136,10 @@ pub struct GroupUsage {
     pub tokens: usize,
     /// `tokens` over the rows of the used blocks, 0 to 1; 1 if none is used.
     pub utilization: f64,
+    /// Blocks of the host pool, 0 without one.
+    pub host_blocks_total: usize,
+    /// Blocks of the host pool that swapped sequences hold, shared ones counted once.
+    pub host_blocks_used: usize,
 }
 
 /// A paged, shared KV cache for the layers of one model.
@@ -137,16 +153,18 @@ pub struct GroupUsage {
 /// Language Model Serving with PagedAttention").
 #[derive(Debug, Clone)]
 pub struct PagedKvCache {
-    inner: Arc<Inner>,
+    pub(super) inner: Arc<Inner>,
 }
 
 #[derive(Debug)]
 pub(super) struct Inner {
     state: Mutex<State>,
     buffers: Mutex<StepBuffers>,
-    layers: Arc<Layers>,
+    pub(super) layers: Arc<Layers>,
+    /// The host pool, layer by layer; empty without one.
+    pub(super) host: Vec<LayerKv>,
     device: Device,
-    spec: CacheSpec,
+    pub(super) spec: CacheSpec,
 }
 
 impl PagedKvCache {
@@ -175,6 +193,8 @@ impl PagedKvCache {
         let blocks = config.blocks_per_group(spec)?;
         let mut groups = Vec::with_capacity(spec.groups.len());
         let buffers = StepBuffers::new(blocks.iter().copied(), config.block_size)?;
+        let host_blocks = config.host_blocks_per_group(spec)?;
+        let mut host: Vec<Option<LayerKv>> = vec![None; spec.num_layers()];
         let mut layers: Vec<Option<(LayerKv, usize, Option<usize>)>> =
             vec![None; spec.num_layers()];
         for (g, (group, &blocks)) in spec.groups.iter().zip(&blocks).enumerate() {
@@ -182,6 +202,10 @@ impl PagedKvCache {
             for &layer in &group.layers {
                 let kv = LayerKv::new(group, blocks, config.block_size, device)?;
                 layers[layer] = Some((kv, g, group.window));
+                if let Some(&blocks) = host_blocks.as_ref().and_then(|blocks| blocks.get(g)) {
+                    let kv = LayerKv::new(group, blocks, config.block_size, &Device::Cpu)?;
+                    host[layer] = Some(kv);
+                }
             }
             let mut allocator = BlockAllocator::with_policy(blocks, config.block_size, policy())?;
             allocator.record_events(config.record_events);
@@ -200,8 +224,13 @@ impl PagedKvCache {
         let state = State {
             epoch: 0,
             block_size: config.block_size,
+            sub_block_reuse: config.sub_block_reuse,
+            deduplicate: config.deduplicate,
             groups,
             sequences: Sequences::default(),
+            host: host_blocks
+                .map(|blocks| HostPool::new(&blocks, config.block_size))
+                .transpose()?,
             pins: Default::default(),
             next_pin: 0,
             live: None,
@@ -218,6 +247,7 @@ impl PagedKvCache {
                 state: Mutex::new(state),
                 buffers: Mutex::new(buffers),
                 layers: Arc::new(layers),
+                host: host.into_iter().flatten().collect(),
                 device: device.clone(),
                 spec: spec.clone(),
             }),
@@ -225,7 +255,9 @@ impl PagedKvCache {
     }
 
     /// Adds a sequence with the prompt `tokens` and looks its prefix up. At least one token is
-    /// left to compute: feed `tokens[cached_tokens..]`. Nothing is reserved yet.
+    /// left to compute: feed `tokens[cached_tokens..]`. Nothing is reserved yet; only the
+    /// reuse of part of a block, if it is [switched on](CacheConfig::with_sub_block_reuse),
+    /// takes a block for the copy.
     ///
     /// # Errors
     /// [`Error::Empty`] for an empty prompt, [`Error::PlanOutstanding`].
@@ -237,12 +269,8 @@ impl PagedKvCache {
                 what: "the prompt",
             });
         }
-        let (id, cached_tokens) = state.add(
-            options.namespace,
-            tokens,
-            options.read_prefix,
-            options.indexed,
-        )?;
+        let copy = |pairs: &[_]| self.inner.copy_blocks(pairs);
+        let (id, cached_tokens) = state.add(tokens, options, copy)?;
         Ok(Added { id, cached_tokens })
     }
 
@@ -256,10 +284,7 @@ impl PagedKvCache {
             .groups
             .iter()
             .zip(&prefix.groups)
-            .map(|(group, prefix)| {
-                let unused = |&&hit: &&BlockId| group.allocator.ref_count(hit) == 0;
-                fresh + prefix.blocks.iter().filter(unused).count()
-            });
+            .map(|(group, prefix)| fresh + prefix.idle(group));
         Cost {
             cached_tokens: prefix.tokens,
             blocks_needed: needed.collect(),
@@ -372,7 +397,7 @@ impl PagedKvCache {
         self.changing("unpin")?.unpin("unpin", pin.id)
     }
 
-    /// Forgets every sequence, pin and cached prefix and starts a new epoch: for replaced
+    /// Forgets every sequence, swapped ones too, pin and cached prefix and starts a new epoch: for replaced
     /// weights. Always allowed; a live plan becomes stale and answers [`Error::StalePlan`].
     pub fn clear(&self) {
         let mut state = self.inner.state();
@@ -456,6 +481,7 @@ impl PagedKvCache {
             let counts = group.allocator.counts();
             let tokens = state.tokens_stored(g);
             let rows = counts.referenced * state.block_size;
+            let host = state.host.as_ref().map_or((0, 0), |host| host.usage(g));
             GroupUsage {
                 blocks_total: group.allocator.num_blocks(),
                 blocks_used: counts.referenced,
@@ -468,6 +494,8 @@ impl PagedKvCache {
                 } else {
                     tokens as f64 / rows as f64
                 },
+                host_blocks_total: host.0,
+                host_blocks_used: host.1,
             }
         });
         usage.collect()
@@ -512,7 +540,7 @@ impl PagedKvCache {
         self.inner.state().check_invariants()
     }
 
-    fn changing(&self, op: &'static str) -> Result<MutexGuard<'_, State>> {
+    pub(super) fn changing(&self, op: &'static str) -> Result<MutexGuard<'_, State>> {
         let state = self.inner.state();
         state.idle(op)?;
         Ok(state)
@@ -539,7 +567,7 @@ impl PagedKvCache {
 impl Inner {
     // A panic while the lock is held is a defect elsewhere; the state behind it is only ever
     // changed by code that does not panic, so it is still sound.
-    fn state(&self) -> MutexGuard<'_, State> {
+    pub(super) fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -43,6 +43,21 @@ pub(super) struct Sequence {
     pub indexed: bool,
     pub tokens: Vec<u32>,
     pub groups: Vec<GroupState>,
+    /// Its prompt, until the first commit has counted it.
+    pub query: Option<Query>,
+}
+
+/// A prompt as the statistics count it.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Query {
+    /// Tokens of the prompt.
+    pub tokens: usize,
+    /// Tokens that were looked up: all or none.
+    pub looked_up: usize,
+    /// Tokens that were found.
+    pub cached: usize,
+    /// It was in the cache before and gave way to others.
+    pub recompute: bool,
 }
 
 /// All sequences, in slots that are reused with a new generation.

@@ -1,7 +1,7 @@
 //! One step on the bookkeeping: reserve, then commit or roll back.
 
 use super::plan::{Feed, StepBuffers};
-use super::sequence::{Chain, Sequence};
+use super::sequence::Sequence;
 use super::state::{Group, LiveFeed, State, Undo};
 use crate::block::BlockId;
 use crate::error::{Error, Result};
@@ -189,6 +189,12 @@ impl State {
                 .extend_from_slice(&token_ids[row..row + taken]);
             row += feed.rows;
             self.counters.committed_tokens += taken as u64;
+            if let Some(query) = sequence.query.take() {
+                self.counters.count(query);
+                for group in self.groups.iter_mut().filter(|_| !query.recompute) {
+                    group.allocator.record_query(query.looked_up, query.cached);
+                }
+            }
             for (g, group) in self.groups.iter_mut().enumerate() {
                 if let Some((_, old)) = live.undo[f * groups + g].replaced {
                     group.allocator.release(old)?;
@@ -198,28 +204,12 @@ impl State {
                 for block in held.table.truncate_to(len.div_ceil(self.block_size)) {
                     group.allocator.release(block)?;
                 }
-                while let Some(chain) = held
-                    .chain
-                    .filter(|chain| chain.blocks < len / self.block_size)
-                {
-                    let rows = chain.blocks * self.block_size..(chain.blocks + 1) * self.block_size;
-                    let last = match held.table.get(chain.blocks) {
-                        Some(block) => {
-                            let tokens = &sequence.tokens[rows];
-                            group.allocator.register(
-                                &sequence.namespace,
-                                chain.last,
-                                tokens,
-                                block,
-                            )?
-                        }
-                        None => None,
-                    };
-                    held.chain = last.map(|node| Chain {
-                        blocks: chain.blocks + 1,
-                        last: Some(node),
-                    });
-                }
+                self.counters.deduplicated += group.register_full(
+                    &sequence.namespace,
+                    &sequence.tokens,
+                    held,
+                    self.deduplicate,
+                )?;
                 let visible = group.spec.first_visible(len) / self.block_size;
                 // First block first: what is farthest behind the window is evicted first.
                 for &block in held.table.release_front(visible) {
