@@ -2,6 +2,10 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod common;
+#[path = "cache/reuse.rs"]
+mod reuse;
+#[path = "cache/swap.rs"]
+mod swap;
 
 use candle_core::{DType, Device};
 use candle_paged_attn::Error;
@@ -12,6 +16,13 @@ use candle_paged_attn::cache::{
 use common::toy::{Toy, poison, stored_rows, tensors, write_step};
 
 fn cache(block_size: usize, blocks: usize, windows: &[Option<usize>]) -> PagedKvCache {
+    configured(
+        CacheConfig::blocks(blocks).with_block_size(block_size),
+        windows,
+    )
+}
+
+fn configured(config: CacheConfig, windows: &[Option<usize>]) -> PagedKvCache {
     let shape = |&window| LayerShape {
         window,
         kv_heads: 1,
@@ -20,10 +31,7 @@ fn cache(block_size: usize, blocks: usize, windows: &[Option<usize>]) -> PagedKv
     };
     let shapes: Vec<_> = windows.iter().map(shape).collect();
     let spec = CacheSpec::from_layers(&shapes, DType::F32).unwrap();
-    let config = CacheConfig::blocks(blocks)
-        .with_block_size(block_size)
-        .with_events();
-    let cache = PagedKvCache::new(&spec, &config, &Device::Cpu).unwrap();
+    let cache = PagedKvCache::new(&spec, &config.with_events(), &Device::Cpu).unwrap();
     poison(&cache);
     cache
 }
@@ -67,6 +75,7 @@ fn prompt(cache: &PagedKvCache, tokens: &[u32]) -> (SequenceId, usize) {
     (added.id, added.cached_tokens)
 }
 
+/// The rows that the cache holds for a sequence are those of its tokens, in every layer.
 fn assert_rows(cache: &PagedKvCache, id: SequenceId, seed: u8) {
     let tokens = cache.sequence_tokens(id).unwrap();
     let toy = Toy {
@@ -74,7 +83,17 @@ fn assert_rows(cache: &PagedKvCache, id: SequenceId, seed: u8) {
         tokens,
         new: 0,
     };
-    assert_eq!(stored_rows(cache, id, 0), toy.rows(0, 0));
+    for (g, group) in cache.spec().groups.iter().enumerate() {
+        let from = cache.block_table(id, g).unwrap().0 * cache.block_size();
+        for &layer in &group.layers {
+            assert_eq!(stored_rows(cache, id, layer), toy.rows(layer, from));
+        }
+    }
+}
+
+/// Leading tokens of a prompt that are cached.
+fn hits(cache: &PagedKvCache, tokens: &[u32]) -> usize {
+    cache.cost(tokens, &AddOptions::default()).cached_tokens
 }
 
 fn range(n: usize) -> Vec<u32> {
@@ -404,6 +423,60 @@ fn a20_a_new_epoch_misses() {
     assert!(matches!(cache.len(id), Err(Error::StaleHandle { .. })));
     assert!(matches!(cache.unpin(pin), Err(Error::StaleHandle { .. })));
     assert_eq!(prompt(&cache, &range(9)).1, 0);
+}
+
+#[test]
+fn a21_a_prompt_counts_once_and_a_recomputed_one_apart() {
+    let cache = full(4, 4);
+    let (first, _) = prompt(&cache, &range(9));
+    // Three attempts: the first two do not fit.
+    for _ in 0..2 {
+        let added = cache.add(&range(15), AddOptions::default()).unwrap();
+        assert_eq!(added.cached_tokens, 8);
+        let refused = cache.plan(&[Feed::new(added.id, &range(15)[8..])]);
+        assert!(matches!(refused, Err(Error::OutOfBlocks { .. })));
+        cache.remove(added.id).unwrap();
+    }
+    cache.remove(first).unwrap();
+    let (second, _) = prompt(&cache, &range(15));
+    run(&cache, second, &[15]);
+    let counted = |cache: &PagedKvCache| {
+        let (counters, stats) = (cache.counters(), cache.index_stats()[0]);
+        assert_eq!(
+            (stats.queries, stats.queried_tokens, stats.hit_tokens),
+            (
+                counters.prompts,
+                counters.prompt_tokens,
+                counters.cached_tokens
+            )
+        );
+        (
+            counters.prompts,
+            counters.prompt_tokens,
+            counters.cached_tokens,
+        )
+    };
+    assert_eq!(counted(&cache), (2, 9 + 15, 8));
+
+    // It gives way and comes back: apart, and neither does a fork count again.
+    cache.remove(second).unwrap();
+    let again = AddOptions::default().recomputed();
+    let added = cache.add(&range(16), again).unwrap();
+    let fork = cache.fork(added.id).unwrap();
+    run(&cache, added.id, &range(16)[12..]);
+    cache.remove(added.id).unwrap();
+    cache.truncate(fork, 8).unwrap();
+    run(&cache, fork, &[7]);
+    assert_eq!(counted(&cache), (2, 9 + 15, 8));
+    let counters = cache.counters();
+    assert_eq!(
+        (
+            counters.recomputed,
+            counters.recomputed_tokens,
+            counters.recomputed_cached_tokens
+        ),
+        (1, 16, 12)
+    );
 }
 
 #[test]
