@@ -724,6 +724,24 @@ fn dropping_a_plan_puts_everything_back() {
 }
 
 #[test]
+fn an_eviction_in_the_middle_of_a_reservation_loses_no_block() {
+    // The window has let go of block 0, which block 1 is found through. The step needs the
+    // free block and block 0: one for the copy of block 1, which stops being findable with
+    // block 0, and one for position 8.
+    let cache = cache(4, 3, &[Some(4)]);
+    let (id, _) = prompt(&cache, &range(8));
+    cache.truncate(id, 7).unwrap();
+    let plan = cache.plan(&[Feed::new(id, &[70, 80])]).unwrap();
+    cache.check_invariants().unwrap();
+    drop(plan);
+    cache.check_invariants().unwrap();
+    run(&cache, id, &[70, 80]);
+    assert_rows(&cache, id, 0);
+    cache.remove(id).unwrap();
+    assert_eq!(cache.usage()[0].blocks_used, 0);
+}
+
+#[test]
 fn rewinding_into_a_registered_block_keeps_it_intact() {
     let cache = full(4, 8);
     let (id, _) = prompt(&cache, &range(8));

@@ -240,6 +240,7 @@ impl PagedKvCache {
             blocks: Vec::new(),
             given_up: Vec::new(),
             needed: Vec::new(),
+            copying: Vec::new(),
             doomed: Vec::new(),
         };
         Ok(Self {

@@ -125,6 +125,8 @@ pub(super) struct State {
     pub blocks: Vec<BlockId>,
     pub given_up: Vec<(BlockId, u32)>,
     pub needed: Vec<usize>,
+    /// The logical block that each feed has to copy, group after group.
+    pub copying: Vec<Option<usize>>,
     /// Sequences to remove once the live step has ended.
     pub doomed: Vec<SequenceId>,
 }

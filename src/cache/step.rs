@@ -18,6 +18,7 @@ impl State {
         // Counting is separate from taking, so that a step that does not fit changes nothing
         // in any group.
         self.needed.clear();
+        self.copying.clear();
         for (g, group) in self.groups.iter().enumerate() {
             self.given_up.clear();
             let mut needed = 0;
@@ -26,6 +27,9 @@ impl State {
                 let copy = must_copy(group, g, sequence, self.block_size, &mut self.given_up);
                 let end = (sequence.tokens.len() + feed.tokens.len()).div_ceil(self.block_size);
                 needed += end - sequence.groups[g].table.end() + usize::from(copy.is_some());
+                // Taking blocks may evict an ancestor and with it the reason to copy; what is
+                // done is what was counted.
+                self.copying.push(copy);
             }
             let free = group.allocator.available();
             if needed > free {
@@ -58,7 +62,6 @@ impl State {
         }
         let groups = self.groups.len();
         for (g, group) in self.groups.iter_mut().enumerate() {
-            self.given_up.clear();
             self.blocks.clear();
             group.allocator.allocate(self.needed[g], &mut self.blocks)?;
             let mut fresh = self.blocks.drain(..);
@@ -66,7 +69,7 @@ impl State {
                 let sequence = self.sequences.get_mut(PLAN, feed.sequence)?;
                 let undo = &mut live.undo[f * groups + g];
                 undo.end = sequence.groups[g].table.end();
-                let copy = must_copy(group, g, sequence, self.block_size, &mut self.given_up);
+                let copy = self.copying[g * feeds.len() + f];
                 let end = (sequence.tokens.len() + feed.tokens.len()).div_ceil(self.block_size);
                 let table = &mut sequence.groups[g].table;
                 if let Some(logical) = copy
