@@ -9,7 +9,7 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use candle_core::Tensor;
-use candle_paged_attn::ops::{PageTable, paged_attention, write_kv};
+use candle_paged_attn::ops::{paged_attention, write_kv};
 use common::paged::{Batch, Setup, bits};
 
 struct Counting;
