@@ -27,6 +27,7 @@ enum Op {
         namespace: u8,
         read: bool,
         indexed: bool,
+        fits: bool,
     },
     Feed {
         picks: Vec<(usize, usize)>,
@@ -70,9 +71,10 @@ fn op() -> impl Strategy<Value = Op> {
             0u8..2,
             prop::bool::weighted(0.9),
             prop::bool::weighted(0.9),
+            prop::bool::weighted(0.2),
         )
-            .prop_map(|(prompt, len, namespace, read, indexed)| {
-                Op::Add { prompt, len, namespace, read, indexed }
+            .prop_map(|(prompt, len, namespace, read, indexed, fits)| {
+                Op::Add { prompt, len, namespace, read, indexed, fits }
             }),
         10 => (
             prop::collection::vec((any.clone(), 1usize..10), 1..4),
@@ -207,6 +209,7 @@ impl World {
                 namespace: n,
                 read,
                 indexed,
+                fits,
             } => {
                 let prompt = prompt(*which, *len);
                 let mut options = AddOptions::default().with_namespace(namespace(*n));
@@ -214,7 +217,7 @@ impl World {
                 if !indexed {
                     options = options.unindexed();
                 }
-                self.add(prompt, *n, options);
+                self.add(prompt, *n, options, *fits);
             }
             Op::Feed {
                 picks,
@@ -291,7 +294,8 @@ impl World {
         }
     }
 
-    fn add(&mut self, prompt: Vec<u32>, n: u8, options: AddOptions) {
+    /// `fits`: check that the rest of the prompt fits if and only if its cost says so.
+    fn add(&mut self, prompt: Vec<u32>, n: u8, options: AddOptions, fits: bool) {
         let usage = self.cache.usage();
         let indexed = options.indexed;
         let cost = self.cache.cost(&prompt, &options);
@@ -315,6 +319,10 @@ impl World {
                 held,
                 group.blocks_held(added.cached_tokens, self.block_size)
             );
+        }
+        if fits {
+            let rest = [Feed::new(added.id, &prompt[added.cached_tokens..])];
+            assert_eq!(self.cache.plan(&rest).is_ok(), cost.fits());
         }
         let tokens = prompt[..added.cached_tokens].to_vec();
         self.live.push(Naive {

@@ -27,29 +27,29 @@ impl Group {
             .filter(|chain| chain.blocks < tokens.len() / size)
         {
             let content = &tokens[chain.blocks * size..][..size];
-            let block = held.table.get(chain.blocks);
-            let keyed = block.and_then(|block| self.allocator.node_of(block));
-            let known = match (keyed, block) {
-                // Only a block that was swapped in is asked for twice.
-                (Some(_), _) => None,
-                (None, Some(_)) if !deduplicate => None,
-                // Not held: it lies behind the window.
-                (None, _) => self.allocator.child(namespace, chain.last, content),
-            };
-            let node = match (keyed, known, block) {
-                (Some(node), ..) => Some(node),
-                (None, Some(known), None) => Some(known.node),
-                (None, Some(known), Some(block)) => {
-                    self.allocator.retain(known.block)?;
-                    held.table.replace(chain.blocks, known.block);
-                    self.allocator.release(block)?;
-                    given_back += 1;
-                    Some(known.node)
+            let node = match held.table.get(chain.blocks) {
+                // Behind the window: not held, but it may be findable.
+                None => {
+                    let known = self.allocator.child(namespace, chain.last, content);
+                    known.map(|known| known.node)
                 }
-                (None, None, Some(block)) => self
-                    .allocator
-                    .register(namespace, chain.last, content, block)?,
-                (None, None, None) => None,
+                // Swapped in, and findable all the time.
+                Some(block) if self.allocator.is_keyed(block) => self.allocator.node_of(block),
+                Some(block) => {
+                    let known = deduplicate
+                        .then(|| self.allocator.child(namespace, chain.last, content))
+                        .flatten();
+                    if let Some(known) = known {
+                        self.allocator.retain(known.block)?;
+                        held.table.replace(chain.blocks, known.block);
+                        self.allocator.release(block)?;
+                        given_back += 1;
+                        Some(known.node)
+                    } else {
+                        self.allocator
+                            .register(namespace, chain.last, content, block)?
+                    }
+                }
             };
             held.chain = node.map(|node| Chain {
                 blocks: chain.blocks + 1,

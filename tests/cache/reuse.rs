@@ -139,6 +139,40 @@ fn every_group_serves_the_same_rows() {
 }
 
 #[test]
+fn the_group_that_has_least_decides() {
+    for windows in [[None, Some(4)], [Some(4), None]] {
+        let cache = sub_block(6, &windows);
+        for tail in [[4, 5, 6, 7], [4, 50, 51, 52]] {
+            let tokens: Vec<u32> = range(4).into_iter().chain(tail).collect();
+            let (id, _) = prompt(&cache, &tokens);
+            cache.remove(id).unwrap();
+        }
+        // 16 tokens in steps of a block: the window needs three blocks at most, the full
+        // layers a fourth, which the block of 4, 5, 6, 7 gives way to.
+        let unindexed = AddOptions::default().unindexed();
+        let long = cache.add(&[700], unindexed).unwrap().id;
+        for step in 0..4 {
+            run(&cache, long, &[700 + step, 0, 0, 0]);
+        }
+        let removed = cache.take_events();
+        let removed = removed
+            .iter()
+            .filter(|(_, e)| matches!(e, Event::Removed { .. }));
+        let groups: Vec<usize> = removed.map(|(group, _)| *group).collect();
+        let full = windows.iter().position(Option::is_none).unwrap();
+        assert_eq!(groups, [full]);
+        // While it lives, the full layers have no block for a copy.
+        let tokens = [0, 1, 2, 3, 4, 5, 6, 9, 9];
+        assert_eq!(hits(&cache, &tokens), 4, "{windows:?}");
+        cache.remove(long).unwrap();
+        assert_eq!(hits(&cache, &tokens), 5, "{windows:?}");
+        let (id, cached) = prompt(&cache, &tokens);
+        assert_eq!(cached, 5);
+        assert_rows(&cache, id, 0);
+    }
+}
+
+#[test]
 fn a3_deduplicated_at_commit() {
     for (cache, blocks) in [(deduplicating(16), 2), (full(4, 16), 4)] {
         let tokens = range(8);

@@ -276,6 +276,35 @@ fn all_groups_or_none() {
 }
 
 #[test]
+fn idle_blocks_that_it_takes_are_not_free_for_it() {
+    let cache = with_host(8, 8, &[Some(4), None]);
+    let (id, _) = prompt(&cache, &range(18));
+    let swap = cache.swap_out(id).unwrap();
+    // In the full layers four findable blocks stay, and the other prompt takes what is free.
+    let other: Vec<u32> = (700..716).collect();
+    let (other, _) = prompt(&cache, &other);
+    let usage = cache.usage();
+    assert_eq!((usage[1].blocks_cached, usage[1].blocks_free), (4, 0));
+    let refused = cache.swap_in(swap).unwrap_err();
+    assert!(
+        matches!(
+            refused,
+            Error::OutOfBlocks {
+                op: "swap_in",
+                needed: 5,
+                free: 4
+            }
+        ),
+        "{refused}"
+    );
+    assert_eq!(cache.usage(), usage);
+    cache.check_invariants().unwrap();
+    cache.remove(other).unwrap();
+    let id = cache.swap_in(swap).unwrap();
+    assert_rows(&cache, id, 0);
+}
+
+#[test]
 fn handles_are_used_once_and_refusals_are_typed() {
     let cache = with_host(8, 8, &[None]);
     let (id, _) = prompt(&cache, &range(6));
