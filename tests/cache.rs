@@ -801,6 +801,73 @@ fn a_byte_budget_is_divided_by_the_expected_length() {
 }
 
 #[test]
+fn clear_waits_for_a_layer_that_is_being_written() {
+    let cache = full(4, 8);
+    let (id, _) = prompt(&cache, &range(5));
+    let plan = cache.plan(&[Feed::new(id, &[1])]).unwrap();
+    std::thread::scope(|scope| {
+        let step = plan.layer(0).unwrap();
+        let clearing = scope.spawn(|| cache.clear());
+        std::thread::sleep(std::time::Duration::from_millis(50));
+        assert!(!clearing.is_finished());
+        drop(step);
+        clearing.join().unwrap();
+    });
+    assert!(matches!(plan.layer(0), Err(Error::StalePlan { .. })));
+}
+
+#[test]
+fn explicit_positions_stay_out_of_the_prefix_index() {
+    let cache = full(4, 16);
+    let tokens = range(9);
+    let hits = || cache.cost(&tokens, &AddOptions::default()).cached_tokens;
+    let shifted: Vec<u32> = (1000..1009).collect();
+    let id = cache.add(&tokens, AddOptions::default()).unwrap().id;
+    let feed = Feed::new(id, &tokens).with_positions(&shifted);
+    cache.plan(&[feed]).unwrap().commit().unwrap();
+    assert_eq!(hits(), 0);
+    // The positions that a prompt has anyway change nothing.
+    let id = cache.add(&tokens, AddOptions::default()).unwrap().id;
+    let feed = Feed::new(id, &tokens).with_positions(&tokens);
+    cache.plan(&[feed]).unwrap().commit().unwrap();
+    assert_eq!(hits(), 8);
+}
+
+#[test]
+fn handles_of_another_cache_are_stale() {
+    let (ours, other) = (full(4, 8), full(4, 8));
+    let (id, _) = prompt(&ours, &range(5));
+    let (other_id, _) = prompt(&other, &range(5));
+    let (pin, other_pin) = (ours.pin(id).unwrap(), other.pin(other_id).unwrap());
+    assert!(matches!(other.len(id), Err(Error::StaleHandle { .. })));
+    assert!(matches!(other.remove(id), Err(Error::StaleHandle { .. })));
+    assert!(matches!(other.unpin(pin), Err(Error::StaleHandle { .. })));
+    other.unpin(other_pin).unwrap();
+    other.remove(other_id).unwrap();
+}
+
+#[test]
+fn sizes_beyond_any_machine_are_refused() {
+    assert!(CacheSpec::uniform(usize::MAX, 1, 8, DType::F32).is_err());
+    let spec = CacheSpec::uniform(30, 8, 128, DType::F32).unwrap();
+    for config in [
+        CacheConfig::bytes(1 << 50),
+        CacheConfig::bytes(u64::MAX),
+        CacheConfig::tokens(usize::MAX),
+        CacheConfig::blocks(u32::MAX as usize - 1).with_block_size(256),
+        CacheConfig::bytes(1 << 50).with_expected_tokens(usize::MAX),
+    ] {
+        let error = PagedKvCache::new(&spec, &config, &Device::Cpu).unwrap_err();
+        assert!(matches!(error, Error::InvalidArgument { .. }), "{error}");
+    }
+    // 2^64 elements in one tensor.
+    let spec = CacheSpec::uniform(1, 1 << 40, 512, DType::F32).unwrap();
+    let config = CacheConfig::blocks(1 << 15).with_block_size(1);
+    assert!(PagedKvCache::new(&spec, &config, &Device::Cpu).is_err());
+    assert_eq!(spec.groups[0].blocks_held(10, 0), 10);
+}
+
+#[test]
 fn bad_input_is_a_typed_error_and_changes_nothing() {
     let spec = CacheSpec::uniform(1, 1, 8, DType::F32).unwrap();
     for block_size in [0, 3, 512] {

@@ -1,13 +1,12 @@
 //! [`PagedKvCache`]: the handle that ties the bookkeeping to the tensors.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
 use candle_core::{Device, Tensor};
 
 use super::host::HostPool;
 use super::plan::{Feed, Layers, StepBuffers, StepPlan};
-use super::pool::{CacheConfig, LayerKv, block_bytes};
+use super::pool::{CacheConfig, LayerKv, block_bytes, check_memory};
 use super::sequence::{SequenceId, Sequences};
 use super::spec::CacheSpec;
 use super::state::{Counters, Group, State};
@@ -172,8 +171,8 @@ impl PagedKvCache {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] for a block size that is not a power of two from 1 to 256, a
-    /// size without a block in each group, or a spec that contradicts itself;
-    /// [`Error::Candle`] if the device has no memory.
+    /// size without a block in each group or beyond the memory of a CPU, or a spec that
+    /// contradicts itself; [`Error::Candle`] if another device has no memory.
     pub fn new(spec: &CacheSpec, config: &CacheConfig, device: &Device) -> Result<Self> {
         Self::with_policy(spec, config, device, || Box::new(Lru))
     }
@@ -191,6 +190,9 @@ impl PagedKvCache {
     ) -> Result<Self> {
         spec.check()?;
         let blocks = config.blocks_per_group(spec)?;
+        if device.is_cpu() {
+            check_memory(spec, &blocks, config.block_size)?;
+        }
         let mut groups = Vec::with_capacity(spec.groups.len());
         let buffers = StepBuffers::new(blocks.iter().copied(), config.block_size)?;
         let host_blocks = config.host_blocks_per_group(spec)?;
@@ -219,7 +221,7 @@ impl PagedKvCache {
             group: layers.iter().map(|(_, group, _)| *group).collect(),
             window: layers.iter().map(|(_, _, window)| *window).collect(),
             kv: layers.into_iter().map(|(kv, _, _)| kv).collect(),
-            epoch: AtomicU64::new(0),
+            epoch: RwLock::new(0),
         };
         let state = State {
             epoch: 0,
@@ -232,7 +234,6 @@ impl PagedKvCache {
                 .map(|blocks| HostPool::new(&blocks, config.block_size))
                 .transpose()?,
             pins: Default::default(),
-            next_pin: 0,
             live: None,
             next_step: 0,
             counters: Counters::default(),
@@ -398,15 +399,21 @@ impl PagedKvCache {
         self.changing("unpin")?.unpin("unpin", pin.id)
     }
 
-    /// Forgets every sequence, swapped ones too, pin and cached prefix and starts a new epoch: for replaced
-    /// weights. Always allowed; a live plan becomes stale and answers [`Error::StalePlan`].
+    /// Forgets every sequence, swapped ones too, every pin and cached prefix, and starts a new
+    /// epoch: for replaced weights. Always allowed; a live plan becomes stale and answers
+    /// [`Error::StalePlan`]. Waits for a layer that is writing at this moment, so nothing of
+    /// the old epoch reaches the new one; must not be called while the caller itself holds a
+    /// [`LayerStep`](super::LayerStep).
     pub fn clear(&self) {
         let mut state = self.inner.state();
         state.clear();
-        self.inner
+        let mut epoch = self
+            .inner
             .layers
             .epoch
-            .store(state.epoch, Ordering::Release);
+            .write()
+            .unwrap_or_else(PoisonError::into_inner);
+        *epoch = state.epoch;
     }
 
     /// Length of a sequence in tokens.
@@ -551,13 +558,13 @@ impl PagedKvCache {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if there is no such layer.
-    pub fn layer(&self, layer: usize) -> Result<&LayerKv> {
+    pub fn layer_kv(&self, layer: usize) -> Result<&LayerKv> {
         self.inner
             .layers
             .kv
             .get(layer)
             .ok_or_else(|| Error::InvalidArgument {
-                op: "layer",
+                op: "layer_kv",
                 what: "layer".into(),
                 expected: format!("a layer below {}", self.inner.layers.kv.len()),
                 got: layer.to_string(),
@@ -566,8 +573,8 @@ impl PagedKvCache {
 }
 
 impl Inner {
-    // A panic while the lock is held is a defect elsewhere; the state behind it is only ever
-    // changed by code that does not panic, so it is still sound.
+    // The state is only changed by code that does not panic, so it is sound even if a thread
+    // did while it held the lock; an eviction policy is held to that by its contract.
     pub(super) fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }

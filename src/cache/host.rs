@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use super::sequence::Sequence;
+use super::sequence::{Sequence, unique};
 use super::swap::SwapId;
 use crate::block::{BlockAllocator, BlockId};
 use crate::error::{Error, Result};
@@ -20,7 +20,6 @@ pub(super) struct Swapped {
 pub(super) struct HostPool {
     pub groups: Vec<HostGroup>,
     pub swapped: HashMap<SwapId, Swapped>,
-    next: u64,
 }
 
 impl HostPool {
@@ -36,14 +35,12 @@ impl HostPool {
         Ok(Self {
             groups: blocks.iter().map(group).collect::<Result<_>>()?,
             swapped: HashMap::new(),
-            next: 0,
         })
     }
 
     /// Keeps a sequence under a handle that was never used before.
     pub(super) fn insert(&mut self, swapped: Swapped) -> SwapId {
-        let id = SwapId(self.next);
-        self.next += 1;
+        let id = SwapId(unique());
         self.swapped.insert(id, swapped);
         id
     }

@@ -17,7 +17,7 @@ mod swap;
 mod transfer;
 
 pub use cache::{AddOptions, Added, CacheEvent, Cost, GroupUsage, PagedKvCache, Pin};
-pub use plan::{Feed, Logits, StepPlan};
+pub use plan::{Feed, LayerStep, Logits, StepPlan};
 pub use pool::{CacheConfig, CacheSize, DEFAULT_BLOCK_SIZE, LayerKv};
 pub use sequence::SequenceId;
 pub use spec::{CacheSpec, GroupSpec, KvFormat, LayerShape};

@@ -198,13 +198,15 @@ impl GroupSpec {
     /// Blocks that a sequence of `len` tokens holds between two steps: all of them, or those
     /// that the window of the next token still sees.
     pub fn blocks_held(&self, len: usize, block_size: usize) -> usize {
+        let block_size = block_size.max(1);
         len.div_ceil(block_size) - self.first_visible(len) / block_size
     }
 
     /// First position that a query at `position` sees.
     pub(super) fn first_visible(&self, position: usize) -> usize {
-        self.window
-            .map_or(0, |window| (position + 1).saturating_sub(window))
+        self.window.map_or(0, |window| {
+            position.saturating_add(1).saturating_sub(window)
+        })
     }
 }
 
@@ -223,6 +225,28 @@ fn too_large() -> Error {
         expected: "a cache whose size in bytes fits into 64 bits".into(),
         got: "a larger one".into(),
     }
+}
+
+/// Refuses what no allocator could give, before candle's would abort the process.
+pub(super) fn check_memory(spec: &CacheSpec, blocks: &[usize], block_size: usize) -> Result<()> {
+    let mut total: u64 = 0;
+    for (group, &blocks) in spec.groups.iter().zip(blocks) {
+        total = block_bytes(group, block_size)?
+            .checked_mul(blocks as u64)
+            .and_then(|bytes| bytes.checked_add(total))
+            .ok_or_else(too_large)?;
+    }
+    let refused = || Error::InvalidArgument {
+        op: OP,
+        what: "size".into(),
+        expected: "a cache that fits into memory".into(),
+        got: format!("{total} bytes"),
+    };
+    let bytes = usize::try_from(total).map_err(|_| refused())?;
+    // Asks the system for address space only: nothing is touched, and it is given back at once.
+    Vec::<u8>::new()
+        .try_reserve_exact(bytes)
+        .map_err(|_| refused())
 }
 
 /// The K/V memory of one layer.

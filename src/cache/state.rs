@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 
 use super::host::HostPool;
-use super::sequence::{Chain, Query, SequenceId, Sequences};
+use super::sequence::{Chain, Query, SequenceId, Sequences, unique};
 use super::spec::GroupSpec;
 use crate::block::{BlockAllocator, BlockId, BlockTable, Event, NodeId};
 use crate::error::{Error, Result};
@@ -21,6 +21,8 @@ pub(super) struct Group {
 pub(super) struct LiveFeed {
     pub sequence: SequenceId,
     pub rows: usize,
+    /// Whether positions follow the order of the tokens, as a prompt's do.
+    pub in_order: bool,
 }
 
 /// How to take back what the live step changed in one group of one sequence.
@@ -116,7 +118,6 @@ pub(super) struct State {
     pub host: Option<HostPool>,
     /// The last pinned node of each pin, per group.
     pub pins: HashMap<u64, Vec<Option<NodeId>>>,
-    pub next_pin: u64,
     pub live: Option<Live>,
     pub next_step: u64,
     pub counters: Counters,
@@ -250,8 +251,7 @@ impl State {
             }
             nodes.push(last);
         }
-        let pin = self.next_pin;
-        self.next_pin += 1;
+        let pin = unique();
         self.pins.insert(pin, nodes);
         Ok((pin, blocks * self.block_size))
     }

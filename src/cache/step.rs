@@ -55,9 +55,11 @@ impl State {
             },
         );
         for feed in feeds {
+            let start = self.sequences.get(PLAN, feed.sequence)?.tokens.len();
             live.feeds.push(LiveFeed {
                 sequence: feed.sequence,
                 rows: feed.tokens.len(),
+                in_order: feed.in_order(start),
             });
         }
         let groups = self.groups.len();
@@ -191,6 +193,13 @@ impl State {
                 .tokens
                 .extend_from_slice(&token_ids[row..row + taken]);
             row += feed.rows;
+            if !feed.in_order && taken > 0 {
+                sequence.indexed = false;
+                sequence
+                    .groups
+                    .iter_mut()
+                    .for_each(|held| held.chain = None);
+            }
             self.counters.committed_tokens += taken as u64;
             if let Some(query) = sequence.query.take() {
                 self.counters.count(query);
