@@ -4,109 +4,20 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
 use candle_core::{Device, Tensor};
 
+use super::admission::{AddOptions, Added, Cost};
 use super::host::HostPool;
 use super::plan::{Feed, Layers, StepBuffers, StepPlan};
 use super::pool::{CacheConfig, LayerKv, block_bytes, check_memory};
 use super::sequence::{SequenceId, Sequences};
 use super::spec::CacheSpec;
-use super::state::{Counters, Group, State};
-use crate::block::{BlockAllocator, Event, EvictionPolicy, Lru, Namespace, Stats};
+use super::state::{Group, State};
+use super::usage::{Counters, GroupUsage};
+use crate::block::{BlockAllocator, Event, EvictionPolicy, Lru, Stats};
 use crate::error::{Error, Result};
 use crate::ops;
 
 /// An event of the prefix index, with the number of its layer group.
 pub type CacheEvent = (usize, Event);
-
-/// How a sequence is added.
-#[derive(Debug, Clone, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct AddOptions {
-    /// The key under which its blocks are shared: only prompts of an equal namespace hit.
-    pub namespace: Namespace,
-    /// Look the prompt up. Off, every token is computed (as a caller who wants the logits of
-    /// the whole prompt needs); the blocks are still registered for others.
-    pub read_prefix: bool,
-    /// Register its full blocks, so that later prompts find them.
-    pub indexed: bool,
-    /// Count the prompt apart, see [`recomputed`](Self::recomputed).
-    pub recompute: bool,
-}
-
-impl Default for AddOptions {
-    fn default() -> Self {
-        Self {
-            namespace: Namespace::default(),
-            read_prefix: true,
-            indexed: true,
-            recompute: false,
-        }
-    }
-}
-
-impl AddOptions {
-    /// Shares blocks only within `namespace`.
-    #[must_use]
-    pub fn with_namespace(mut self, namespace: Namespace) -> Self {
-        self.namespace = namespace;
-        self
-    }
-
-    /// Switches the look-up off.
-    #[must_use]
-    pub fn without_prefix_reads(mut self) -> Self {
-        self.read_prefix = false;
-        self
-    }
-
-    /// Keeps the sequence out of the prefix index: neither looked up nor registered.
-    #[must_use]
-    pub fn unindexed(mut self) -> Self {
-        self.read_prefix = false;
-        self.indexed = false;
-        self
-    }
-
-    /// Says that the sequence was in the cache before and gave way to others: it is counted
-    /// apart, so that preemption does not show as hits of the prefix cache.
-    #[must_use]
-    pub fn recomputed(mut self) -> Self {
-        self.recompute = true;
-        self
-    }
-}
-
-/// Answer of [`PagedKvCache::add`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Added {
-    /// The new sequence.
-    pub id: SequenceId,
-    /// Leading tokens whose K/V were found; feed the prompt from here on.
-    pub cached_tokens: usize,
-}
-
-/// What a prompt would cost now, see [`PagedKvCache::cost`].
-#[derive(Debug, Clone, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Cost {
-    /// Leading tokens that are cached.
-    pub cached_tokens: usize,
-    /// Blocks that the prompt would take from what is available, per group: cached blocks
-    /// that nobody uses now, and new ones for the rest of the prompt fed in one step.
-    pub blocks_needed: Vec<usize>,
-    /// Blocks available now, per group.
-    pub blocks_available: Vec<usize>,
-}
-
-impl Cost {
-    /// Whether every group has enough blocks.
-    pub fn fits(&self) -> bool {
-        self.blocks_needed
-            .iter()
-            .zip(&self.blocks_available)
-            .all(|(needed, free)| needed <= free)
-    }
-}
 
 /// Answer of [`PagedKvCache::pin`]; give it to [`PagedKvCache::unpin`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -115,30 +26,6 @@ pub struct Pin {
     id: u64,
     /// Leading tokens that stay cached.
     pub tokens: usize,
-}
-
-/// How full one group is.
-#[derive(Debug, Clone, Copy, PartialEq)]
-#[non_exhaustive]
-pub struct GroupUsage {
-    /// Blocks of the pool.
-    pub blocks_total: usize,
-    /// Blocks that sequences, pins or a live plan hold, shared ones counted once.
-    pub blocks_used: usize,
-    /// Unused blocks that can still be found by their prefix.
-    pub blocks_cached: usize,
-    /// Unused blocks without content.
-    pub blocks_free: usize,
-    /// Bytes of one block, K and V of all layers of the group.
-    pub bytes_per_block: u64,
-    /// Tokens stored in the used blocks, shared ones counted once.
-    pub tokens: usize,
-    /// `tokens` over the rows of the used blocks, 0 to 1; 1 if none is used.
-    pub utilization: f64,
-    /// Blocks of the host pool, 0 without one.
-    pub host_blocks_total: usize,
-    /// Blocks of the host pool that swapped sequences hold, shared ones counted once.
-    pub host_blocks_used: usize,
 }
 
 /// A paged, shared KV cache for the layers of one model.

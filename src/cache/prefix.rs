@@ -1,6 +1,6 @@
 //! The cached part of a prompt: what of it can be found, and how a new sequence takes it.
 
-use super::cache::AddOptions;
+use super::admission::AddOptions;
 use super::sequence::{Chain, GroupState, Query, Sequence, SequenceId};
 use super::state::{Group, State};
 use crate::block::{BlockId, BlockTable, Hit, Namespace};

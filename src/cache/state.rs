@@ -4,8 +4,9 @@
 use std::collections::HashMap;
 
 use super::host::HostPool;
-use super::sequence::{Chain, Query, SequenceId, Sequences, unique};
+use super::sequence::{Chain, SequenceId, Sequences, unique};
 use super::spec::GroupSpec;
+use super::usage::Counters;
 use crate::block::{BlockAllocator, BlockId, BlockTable, Event, NodeId};
 use crate::error::{Error, Result};
 
@@ -42,67 +43,6 @@ pub(super) struct Live {
     pub id: u64,
     pub feeds: Vec<LiveFeed>,
     pub undo: Vec<Undo>,
-}
-
-/// Monotone counters of a cache.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Counters {
-    /// Prompts whose first step was committed: one that is added, does not fit, is removed
-    /// and added again counts once. Recomputed ones do not count here.
-    pub prompts: u64,
-    /// Tokens of those prompts.
-    pub prompt_tokens: u64,
-    /// Tokens of those prompts that were found in the prefix index.
-    pub cached_tokens: u64,
-    /// Prompts added [as recomputed](super::AddOptions::recomputed), counted as `prompts` are.
-    pub recomputed: u64,
-    /// Tokens of those prompts.
-    pub recomputed_tokens: u64,
-    /// Tokens of those prompts that were found in the prefix index.
-    pub recomputed_cached_tokens: u64,
-    /// Steps committed.
-    pub steps: u64,
-    /// Tokens committed.
-    pub committed_tokens: u64,
-    /// Steps dropped without commit.
-    pub rollbacks: u64,
-    /// Blocks copied on write.
-    pub copies: u64,
-    /// Prompts added of which rows inside a block were reused, by copying the block.
-    pub partial_hits: u64,
-    /// Blocks given back because equal ones were findable.
-    pub deduplicated: u64,
-    /// Sequences swapped out.
-    pub swapped_out: u64,
-    /// Sequences swapped in.
-    pub swapped_in: u64,
-    /// Blocks copied to host memory, in all groups.
-    pub blocks_to_host: u64,
-    /// Blocks copied back from host memory, in all groups.
-    pub blocks_from_host: u64,
-}
-
-impl Counters {
-    /// Counts a prompt whose first step is committed.
-    pub(super) fn count(&mut self, query: Query) {
-        let (prompts, tokens, cached) = if query.recompute {
-            (
-                &mut self.recomputed,
-                &mut self.recomputed_tokens,
-                &mut self.recomputed_cached_tokens,
-            )
-        } else {
-            (
-                &mut self.prompts,
-                &mut self.prompt_tokens,
-                &mut self.cached_tokens,
-            )
-        };
-        *prompts += 1;
-        *tokens += query.tokens as u64;
-        *cached += query.cached as u64;
-    }
 }
 
 /// Everything that changes, behind one lock.

@@ -36,6 +36,24 @@ impl PagedKvCache {
     /// Swapping is the cheaper kind of preemption where two transfers of the blocks take less
     /// time than computing their tokens again (Kwon et al. 2023, section 4.5).
     ///
+    /// ```
+    /// # use candle_core::{DType, Device};
+    /// # use candle_paged_attn::cache::{
+    /// #     AddOptions, CacheConfig, CacheSize, CacheSpec, Feed, PagedKvCache,
+    /// # };
+    /// let spec = CacheSpec::uniform(1, 1, 8, DType::F32)?;
+    /// let config = CacheConfig::blocks(4).with_host(CacheSize::Blocks(64));
+    /// let cache = PagedKvCache::new(&spec, &config, &Device::Cpu)?;
+    /// let sequence = cache.add(&[1, 2, 3], AddOptions::default())?.id;
+    /// cache.plan(&[Feed::new(sequence, &[1, 2, 3])])?.commit()?;
+    ///
+    /// let swap = cache.swap_out(sequence)?;
+    /// assert_eq!(cache.usage()[0].blocks_used, 0);
+    /// let sequence = cache.swap_in(swap)?;
+    /// assert_eq!(cache.sequence_tokens(sequence)?, [1, 2, 3]);
+    /// # Ok::<(), candle_paged_attn::Error>(())
+    /// ```
+    ///
     /// # Errors
     /// [`Error::OutOfBlocks`] if the host pool is full, [`Error::InvalidArgument`] if the cache
     /// was made without one (see [`CacheConfig::with_host`](super::CacheConfig::with_host)),

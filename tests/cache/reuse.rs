@@ -1,7 +1,7 @@
 //! Reuse of parts of blocks, and deduplication of full ones.
 
 use candle_paged_attn::block::{Event, Namespace};
-use candle_paged_attn::cache::{AddOptions, CacheConfig, PagedKvCache};
+use candle_paged_attn::cache::{AddOptions, CacheConfig, Feed, PagedKvCache};
 
 use super::{assert_rows, configured, full, hits, prompt, range, run, run_seeded};
 
@@ -23,8 +23,13 @@ fn a1_with_sub_block_reuse_all_but_one_token_is_cached() {
         let (first, cold) = prompt(&cache, &tokens);
         assert_eq!(cold, 0);
         cache.remove(first).unwrap();
-        let (second, warm) = prompt(&cache, &tokens);
+        let added = cache.add(&tokens, AddOptions::default()).unwrap();
+        let (second, warm) = (added.id, added.cached_tokens);
         assert_eq!(warm, cached);
+        let plan = cache.plan(&[Feed::new(second, &tokens[warm..])]).unwrap();
+        assert_eq!(plan.positions(), [warm as u32]);
+        drop(plan);
+        run(&cache, second, &tokens[warm..]);
         assert_rows(&cache, second, 0);
         cache.remove(second).unwrap();
         // Still findable: a longer prompt finds every full block.
