@@ -1,5 +1,4 @@
-//! A paged, shared KV cache and paged attention for [candle](https://docs.rs/candle-core).
-#![deny(missing_docs)]
+#![doc = include_str!("../README.md")]
 
 pub mod block;
 pub mod cache;

@@ -1,16 +1,16 @@
 //! [`PagedKvCache`]: the handle that ties the bookkeeping to the tensors.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
 use candle_core::{Device, Tensor};
 
+use super::host::HostPool;
 use super::plan::{Feed, Layers, StepBuffers, StepPlan};
-use super::pool::{CacheConfig, LayerKv, block_bytes};
+use super::pool::{CacheConfig, LayerKv, block_bytes, check_memory};
 use super::sequence::{SequenceId, Sequences};
 use super::spec::CacheSpec;
 use super::state::{Counters, Group, State};
-use crate::block::{BlockAllocator, BlockId, Event, Namespace};
+use crate::block::{BlockAllocator, Event, EvictionPolicy, Lru, Namespace, Stats};
 use crate::error::{Error, Result};
 use crate::ops;
 
@@ -28,6 +28,8 @@ pub struct AddOptions {
     pub read_prefix: bool,
     /// Register its full blocks, so that later prompts find them.
     pub indexed: bool,
+    /// Count the prompt apart, see [`recomputed`](Self::recomputed).
+    pub recompute: bool,
 }
 
 impl Default for AddOptions {
@@ -36,6 +38,7 @@ impl Default for AddOptions {
             namespace: Namespace::default(),
             read_prefix: true,
             indexed: true,
+            recompute: false,
         }
     }
 }
@@ -60,6 +63,14 @@ impl AddOptions {
     pub fn unindexed(mut self) -> Self {
         self.read_prefix = false;
         self.indexed = false;
+        self
+    }
+
+    /// Says that the sequence was in the cache before and gave way to others: it is counted
+    /// apart, so that preemption does not show as hits of the prefix cache.
+    #[must_use]
+    pub fn recomputed(mut self) -> Self {
+        self.recompute = true;
         self
     }
 }
@@ -124,6 +135,10 @@ pub struct GroupUsage {
     pub tokens: usize,
     /// `tokens` over the rows of the used blocks, 0 to 1; 1 if none is used.
     pub utilization: f64,
+    /// Blocks of the host pool, 0 without one.
+    pub host_blocks_total: usize,
+    /// Blocks of the host pool that swapped sequences hold, shared ones counted once.
+    pub host_blocks_used: usize,
 }
 
 /// A paged, shared KV cache for the layers of one model.
@@ -137,16 +152,18 @@ pub struct GroupUsage {
 /// Language Model Serving with PagedAttention").
 #[derive(Debug, Clone)]
 pub struct PagedKvCache {
-    inner: Arc<Inner>,
+    pub(super) inner: Arc<Inner>,
 }
 
 #[derive(Debug)]
 pub(super) struct Inner {
     state: Mutex<State>,
     buffers: Mutex<StepBuffers>,
-    layers: Arc<Layers>,
+    pub(super) layers: Arc<Layers>,
+    /// The host pool, layer by layer; empty without one.
+    pub(super) host: Vec<LayerKv>,
     device: Device,
-    spec: CacheSpec,
+    pub(super) spec: CacheSpec,
 }
 
 impl PagedKvCache {
@@ -154,13 +171,32 @@ impl PagedKvCache {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] for a block size that is not a power of two from 1 to 256, a
-    /// size without a block in each group, or a spec that contradicts itself;
-    /// [`Error::Candle`] if the device has no memory.
+    /// size without a block in each group or beyond the memory of a CPU, or a spec that
+    /// contradicts itself; [`Error::Candle`] if another device has no memory.
     pub fn new(spec: &CacheSpec, config: &CacheConfig, device: &Device) -> Result<Self> {
+        Self::with_policy(spec, config, device, || Box::new(Lru))
+    }
+
+    /// As [`new`](Self::new), with an eviction policy of your own: one from `policy` for the
+    /// pool of each group.
+    ///
+    /// # Errors
+    /// Those of [`new`](Self::new).
+    pub fn with_policy(
+        spec: &CacheSpec,
+        config: &CacheConfig,
+        device: &Device,
+        mut policy: impl FnMut() -> Box<dyn EvictionPolicy>,
+    ) -> Result<Self> {
         spec.check()?;
         let blocks = config.blocks_per_group(spec)?;
+        if device.is_cpu() {
+            check_memory(spec, &blocks, config.block_size)?;
+        }
         let mut groups = Vec::with_capacity(spec.groups.len());
         let buffers = StepBuffers::new(blocks.iter().copied(), config.block_size)?;
+        let host_blocks = config.host_blocks_per_group(spec)?;
+        let mut host: Vec<Option<LayerKv>> = vec![None; spec.num_layers()];
         let mut layers: Vec<Option<(LayerKv, usize, Option<usize>)>> =
             vec![None; spec.num_layers()];
         for (g, (group, &blocks)) in spec.groups.iter().zip(&blocks).enumerate() {
@@ -168,8 +204,12 @@ impl PagedKvCache {
             for &layer in &group.layers {
                 let kv = LayerKv::new(group, blocks, config.block_size, device)?;
                 layers[layer] = Some((kv, g, group.window));
+                if let Some(&blocks) = host_blocks.as_ref().and_then(|blocks| blocks.get(g)) {
+                    let kv = LayerKv::new(group, blocks, config.block_size, &Device::Cpu)?;
+                    host[layer] = Some(kv);
+                }
             }
-            let mut allocator = BlockAllocator::new(blocks, config.block_size)?;
+            let mut allocator = BlockAllocator::with_policy(blocks, config.block_size, policy())?;
             allocator.record_events(config.record_events);
             groups.push(Group {
                 spec: group.clone(),
@@ -181,15 +221,19 @@ impl PagedKvCache {
             group: layers.iter().map(|(_, group, _)| *group).collect(),
             window: layers.iter().map(|(_, _, window)| *window).collect(),
             kv: layers.into_iter().map(|(kv, _, _)| kv).collect(),
-            epoch: AtomicU64::new(0),
+            epoch: RwLock::new(0),
         };
         let state = State {
             epoch: 0,
             block_size: config.block_size,
+            sub_block_reuse: config.sub_block_reuse,
+            deduplicate: config.deduplicate,
             groups,
             sequences: Sequences::default(),
+            host: host_blocks
+                .map(|blocks| HostPool::new(&blocks, config.block_size))
+                .transpose()?,
             pins: Default::default(),
-            next_pin: 0,
             live: None,
             next_step: 0,
             counters: Counters::default(),
@@ -197,6 +241,7 @@ impl PagedKvCache {
             blocks: Vec::new(),
             given_up: Vec::new(),
             needed: Vec::new(),
+            copying: Vec::new(),
             doomed: Vec::new(),
         };
         Ok(Self {
@@ -204,6 +249,7 @@ impl PagedKvCache {
                 state: Mutex::new(state),
                 buffers: Mutex::new(buffers),
                 layers: Arc::new(layers),
+                host: host.into_iter().flatten().collect(),
                 device: device.clone(),
                 spec: spec.clone(),
             }),
@@ -211,7 +257,9 @@ impl PagedKvCache {
     }
 
     /// Adds a sequence with the prompt `tokens` and looks its prefix up. At least one token is
-    /// left to compute: feed `tokens[cached_tokens..]`. Nothing is reserved yet.
+    /// left to compute: feed `tokens[cached_tokens..]`. Nothing is reserved yet; only the
+    /// reuse of part of a block, if it is [switched on](CacheConfig::with_sub_block_reuse),
+    /// takes a block for the copy.
     ///
     /// # Errors
     /// [`Error::Empty`] for an empty prompt, [`Error::PlanOutstanding`].
@@ -223,12 +271,8 @@ impl PagedKvCache {
                 what: "the prompt",
             });
         }
-        let (id, cached_tokens) = state.add(
-            options.namespace,
-            tokens,
-            options.read_prefix,
-            options.indexed,
-        )?;
+        let copy = |pairs: &[_]| self.inner.copy_blocks(pairs);
+        let (id, cached_tokens) = state.add(tokens, options, copy)?;
         Ok(Added { id, cached_tokens })
     }
 
@@ -242,10 +286,7 @@ impl PagedKvCache {
             .groups
             .iter()
             .zip(&prefix.groups)
-            .map(|(group, prefix)| {
-                let unused = |&&hit: &&BlockId| group.allocator.ref_count(hit) == 0;
-                fresh + prefix.blocks.iter().filter(unused).count()
-            });
+            .map(|(group, prefix)| fresh + prefix.idle(group));
         Cost {
             cached_tokens: prefix.tokens,
             blocks_needed: needed.collect(),
@@ -358,15 +399,21 @@ impl PagedKvCache {
         self.changing("unpin")?.unpin("unpin", pin.id)
     }
 
-    /// Forgets every sequence, pin and cached prefix and starts a new epoch: for replaced
-    /// weights. Always allowed; a live plan becomes stale and answers [`Error::StalePlan`].
+    /// Forgets every sequence, swapped ones too, every pin and cached prefix, and starts a new
+    /// epoch: for replaced weights. Always allowed; a live plan becomes stale and answers
+    /// [`Error::StalePlan`]. Waits for a layer that is writing at this moment, so nothing of
+    /// the old epoch reaches the new one; must not be called while the caller itself holds a
+    /// [`LayerStep`](super::LayerStep).
     pub fn clear(&self) {
         let mut state = self.inner.state();
         state.clear();
-        self.inner
+        let mut epoch = self
+            .inner
             .layers
             .epoch
-            .store(state.epoch, Ordering::Release);
+            .write()
+            .unwrap_or_else(PoisonError::into_inner);
+        *epoch = state.epoch;
     }
 
     /// Length of a sequence in tokens.
@@ -442,6 +489,7 @@ impl PagedKvCache {
             let counts = group.allocator.counts();
             let tokens = state.tokens_stored(g);
             let rows = counts.referenced * state.block_size;
+            let host = state.host.as_ref().map_or((0, 0), |host| host.usage(g));
             GroupUsage {
                 blocks_total: group.allocator.num_blocks(),
                 blocks_used: counts.referenced,
@@ -454,6 +502,8 @@ impl PagedKvCache {
                 } else {
                     tokens as f64 / rows as f64
                 },
+                host_blocks_total: host.0,
+                host_blocks_used: host.1,
             }
         });
         usage.collect()
@@ -474,6 +524,16 @@ impl PagedKvCache {
         self.inner.state().counters
     }
 
+    /// Look-ups, hits and evictions of each group's prefix index since the cache was made.
+    pub fn index_stats(&self) -> Vec<Stats> {
+        let state = self.inner.state();
+        state
+            .groups
+            .iter()
+            .map(|group| group.allocator.stats())
+            .collect()
+    }
+
     /// Events recorded since the last call, if [`CacheConfig::with_events`] asked for them.
     pub fn take_events(&self) -> Vec<CacheEvent> {
         self.inner.state().take_events()
@@ -488,7 +548,7 @@ impl PagedKvCache {
         self.inner.state().check_invariants()
     }
 
-    fn changing(&self, op: &'static str) -> Result<MutexGuard<'_, State>> {
+    pub(super) fn changing(&self, op: &'static str) -> Result<MutexGuard<'_, State>> {
         let state = self.inner.state();
         state.idle(op)?;
         Ok(state)
@@ -498,13 +558,13 @@ impl PagedKvCache {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if there is no such layer.
-    pub fn layer(&self, layer: usize) -> Result<&LayerKv> {
+    pub fn layer_kv(&self, layer: usize) -> Result<&LayerKv> {
         self.inner
             .layers
             .kv
             .get(layer)
             .ok_or_else(|| Error::InvalidArgument {
-                op: "layer",
+                op: "layer_kv",
                 what: "layer".into(),
                 expected: format!("a layer below {}", self.inner.layers.kv.len()),
                 got: layer.to_string(),
@@ -513,9 +573,9 @@ impl PagedKvCache {
 }
 
 impl Inner {
-    // A panic while the lock is held is a defect elsewhere; the state behind it is only ever
-    // changed by code that does not panic, so it is still sound.
-    fn state(&self) -> MutexGuard<'_, State> {
+    // The state is only changed by code that does not panic, so it is sound even if a thread
+    // did while it held the lock; an eviction policy is held to that by its contract.
+    pub(super) fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 ///
 /// A table is valid by construction: [`PageTable::push`] checks every rule it can without
 /// the cache tensors; the ops check page ids and slots against the cache they are given.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone)]
 pub struct PageTable {
     block_size: usize,
     indptr: Vec<u32>,
@@ -30,19 +30,35 @@ pub struct PageTable {
 
 const OP: &str = "page_table";
 
+impl Default for PageTable {
+    /// An empty table for pages of 16 tokens.
+    fn default() -> Self {
+        Self::empty(16)
+    }
+}
+
 impl PageTable {
+    fn empty(block_size: usize) -> Self {
+        Self {
+            block_size,
+            indptr: vec![0],
+            indices: Vec::new(),
+            first_page: Vec::new(),
+            seq_lens: Vec::new(),
+            query_offsets: vec![0],
+            slots: Vec::new(),
+            max_page: None,
+            max_slot: -1,
+        }
+    }
+
     /// An empty table for pages of `block_size` tokens.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] unless `block_size` is a power of two from 1 to 256.
     pub fn new(block_size: usize) -> Result<Self> {
         crate::block::check_block_size(OP, block_size)?;
-        let mut table = Self {
-            block_size,
-            ..Self::default()
-        };
-        table.clear();
-        Ok(table)
+        Ok(Self::empty(block_size))
     }
 
     /// Builds a table from whole arrays, the form in which other engines keep them.
@@ -173,7 +189,7 @@ impl PageTable {
 
     /// Makes room for `pages` listed pages and `rows` query rows, so that filling the table
     /// up to there allocates nothing.
-    pub fn reserve(&mut self, sequences: usize, pages: usize, rows: usize) {
+    pub(crate) fn reserve(&mut self, sequences: usize, pages: usize, rows: usize) {
         self.indices.reserve(pages);
         self.slots.reserve(rows);
         for array in [
