@@ -75,9 +75,10 @@ impl Report {
     pub fn print_head(&self) {
         println!("machine: {}", machine());
         println!(
-            "{} threads on both sides, {} rounds, stock = candle-transformers 0.11.1\n",
+            "{} threads on both sides, {} rounds, stock = candle-transformers 0.11.1",
             self.threads, self.rounds
         );
+        println!("load average at the start: {}\n", load_average());
     }
 
     /// A Markdown table.
@@ -135,6 +136,12 @@ fn machine() -> String {
         .map_or(std::env::consts::ARCH, |(_, model)| model.trim());
     let cores = std::thread::available_parallelism().map_or(0, usize::from);
     format!("{model}, {cores} cores, {}", features().join(" "))
+}
+
+/// Of the last minute: figures of a machine that was busy are worth less.
+fn load_average() -> String {
+    let load = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
+    load.split(' ').next().unwrap_or_default().to_string()
 }
 
 #[cfg(target_arch = "x86_64")]
