@@ -30,6 +30,7 @@ __device__ __forceinline__ void attend_mma(const Args& a) {
   auto at = [](T* tile, int row, int chunk) { return tile + row * D + ((chunk ^ (row & 7)) * 8); };
   // Chunks past a head's dim are zeros up to the next multiple of 16, and untouched behind.
   auto load_keys = [&](int tile, int stage) {
+    UNROLL_BY_2
     for (int i = tid; i < BN * CHUNKS; i += THREADS) {
       int row = i / CHUNKS, chunk = i % CHUNKS;
       if (chunk >= 2 * max(k_steps, v_steps)) continue;
@@ -49,6 +50,7 @@ __device__ __forceinline__ void attend_mma(const Args& a) {
 
   const int tiles = (w.end - w.begin + BN - 1) / BN;
   if (tiles > 0) {
+    UNROLL_BY_2
     for (int i = tid; i < M * CHUNKS; i += THREADS) {
       int row = i / CHUNKS, chunk = i % CHUNKS;
       if (chunk >= 2 * k_steps) continue;

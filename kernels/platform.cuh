@@ -13,6 +13,7 @@
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(16) unsigned char name[]
 #define STATIC_SHARED(type, name, count) __shared__ type name[count]
 #define UNROLL _Pragma("unroll")
+#define UNROLL_BY_2 _Pragma("unroll 2")
 
 namespace paged {
 
