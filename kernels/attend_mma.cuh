@@ -25,9 +25,10 @@ __device__ __forceinline__ void attend_mma(const Args& a) {
   const int k_steps = (a.k_dim + 15) / 16, v_steps = (a.v_dim + 15) / 16;
   const T *q = static_cast<const T*>(a.q), *k = static_cast<const T*>(a.k), *v = static_cast<const T*>(a.v);
 
-  // Rows of D elements; 16-byte chunks are permuted within 8 rows, so that ldmatrix and cp.async
-  // meet no bank conflict.
-  auto at = [](T* tile, int row, int chunk) { return tile + row * D + ((chunk ^ (row & 7)) * 8); };
+  // Element of a tile with rows of D elements. 16-byte chunks are permuted within 8 rows, so that
+  // ldmatrix and cp.async meet no bank conflict. Two chunks on is `^ 16`, sixteen rows on `+ 16 * D`:
+  // a lane keeps one offset per operand instead of one address per step.
+  auto offset = [](int row, int chunk) { return row * D + ((chunk ^ (row & 7)) * 8); };
   // Chunks past a head's dim are zeros up to the next multiple of 16, and untouched behind.
   auto load_keys = [&](int tile, int stage) {
     UNROLL_BY_2
@@ -42,8 +43,8 @@ __device__ __forceinline__ void attend_mma(const Args& a) {
         k_from += w.cache_offset(a, key, a.k_block_stride, a.k_dim) + (k_inside ? chunk * 8 : 0);
         v_from += w.cache_offset(a, key, a.v_block_stride, a.v_dim) + (v_inside ? chunk * 8 : 0);
       }
-      if (chunk < 2 * k_steps) copy16_async(at(sk + stage * BN * D, row, chunk), k_from, k_inside);
-      if (chunk < 2 * v_steps) copy16_async(at(sv + stage * BN * D, row, chunk), v_from, v_inside);
+      if (chunk < 2 * k_steps) copy16_async(sk + stage * BN * D + offset(row, chunk), k_from, k_inside);
+      if (chunk < 2 * v_steps) copy16_async(sv + stage * BN * D + offset(row, chunk), v_from, v_inside);
     }
     copy_commit();
   };
@@ -57,7 +58,7 @@ __device__ __forceinline__ void attend_mma(const Args& a) {
       uint32_t pair = w.first_pair + row;
       bool inside = pair < w.pairs && chunk * 8 < int(a.k_dim);
       const T* from = inside ? q + w.query_offset(a, pair) + chunk * 8 : q;
-      copy16_async(at(sq, row, chunk), from, inside);
+      copy16_async(sq + offset(row, chunk), from, inside);
     }
     load_keys(0, 0);
   }
@@ -79,6 +80,10 @@ __device__ __forceinline__ void attend_mma(const Args& a) {
   // Weights are rounded to 16 bits for the product with V; the rest of each weight follows in a
   // second product where f32 is asked for, and in decode, which waits for memory anyway.
   const bool exact = WN > 1 || a.out_code == CODE_F32;
+
+  const int q_offset = offset(warp_m * MT * 16 + lane % 16, lane / 16);
+  const int k_offset = offset(warp_n * NW + lane / 16 * 8 + lane % 8, lane / 8 % 2);
+  const int v_offset = offset(warp_n * NW + lane % 16, lane / 16);
 
   for (int tile = 0; tile < tiles; tile++) {
     if (tile + 1 < tiles) {
@@ -102,11 +107,11 @@ __device__ __forceinline__ void attend_mma(const Args& a) {
       uint32_t fragment[MT][4];
       UNROLL
       for (int t = 0; t < MT; t++)
-        load_matrices(fragment[t], at(sq, (warp_m * MT + t) * 16 + lane % 16, step * 2 + lane / 16));
+        load_matrices(fragment[t], sq + t * 16 * D + (q_offset ^ step * 16));
       UNROLL
       for (int n = 0; n < NW / 16; n++) {
         uint32_t b[4];
-        load_matrices(b, at(tile_k, warp_n * NW + n * 16 + lane / 16 * 8 + lane % 8, step * 2 + lane / 8 % 2));
+        load_matrices(b, tile_k + n * 16 * D + (k_offset ^ step * 16));
         UNROLL
         for (int t = 0; t < MT; t++) {
           multiply<T>(s[t][2 * n], fragment[t], b[0], b[1]);
@@ -173,7 +178,7 @@ __device__ __forceinline__ void attend_mma(const Args& a) {
       for (int n = 0; n < D / 16; n++) {
         if (n >= v_steps) break;
         uint32_t b[4];
-        load_matrices_transposed(b, at(tile_v, warp_n * NW + step * 16 + lane % 16, n * 2 + lane / 16));
+        load_matrices_transposed(b, tile_v + step * 16 * D + (v_offset ^ n * 16));
         UNROLL
         for (int t = 0; t < MT; t++) {
           multiply<T>(values[t][2 * n], high[t], b[0], b[1]);
