@@ -61,12 +61,12 @@ if wanted emulate; then
     step "emulator under AddressSanitizer and UBSan"
     in_emulator asan
     step "emulator under ThreadSanitizer, small shapes"
-    in_emulator tsan small::small_shapes
+    in_emulator tsan small::every_kernel_once
 fi
 if wanted ptx || wanted planted; then
     step "jobs for the interpreter"
     rm -f "$work"/jobs/*.job
-    CANDLE_PAGED_ATTN_JOBS="$work/jobs" in_emulator fast small::small_shapes
+    CANDLE_PAGED_ATTN_JOBS="$work/jobs" in_emulator fast small::every_kernel_once
 fi
 if wanted ptx; then
     step "PTX interpreter"

@@ -84,11 +84,13 @@ FAULTS = [
     ("29", "ALiBi slope of the head within its group", "fast", [
         (PROBLEM, "a.slopes[w.head(pair)]", "a.slopes[pair % w.group]")]),
     ("30", "soft cap after the slope", "fast", [
-        (PROBLEM, """    if (a.softcap > 0.f) s = a.softcap * tanhf(s / a.softcap);
-    if (a.slopes) s += slope * float(key - position);
-""", """    if (a.slopes) s += slope * float(key - position);
-    if (a.softcap > 0.f) s = a.softcap * tanhf(s / a.softcap);
+        (SIMT, """      if (a.softcap > 0.f) score = capped(a, score);
+      if (a.slopes) score += query[g].bias(key);
+""", """      if (a.slopes) score += query[g].bias(key);
+      if (a.softcap > 0.f) score = capped(a, score);
 """)]),
+    ("30b", "the mask forgotten on tensor cores where a tile is open to some", "fast", [
+        (MMA, "min(w.position(w.first_pair) + 1, w.end);", "w.end;")]),
     ("31", "sink taken for a key with a value", "fast", [
         (PROBLEM, "return w / (sum * w + weight(sink, top));", "return w / (sum * w);")]),
     ("D1", "operands of mma swapped in the assembly", "ptx", [
