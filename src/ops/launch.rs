@@ -626,3 +626,6 @@ pub fn kernels() -> Vec<String> {
     }
     names
 }
+
+#[cfg(test)]
+mod tests;
