@@ -9,6 +9,7 @@ mod check;
 mod copy;
 mod cpu;
 mod gather;
+pub mod launch;
 mod merge;
 mod options;
 mod page_table;

@@ -1,0 +1,234 @@
+// What a block of an attention kernel has to do: which sequence, which pairs, which keys; and
+// what becomes of its result. The rules are those of src/ops/launch.rs.
+#pragma once
+#include "element.cuh"
+
+namespace paged {
+
+// A sequence with one row, or with at most this many pairs per KV head, is streamed.
+constexpr uint32_t STREAM_PAIRS = 16;
+// Keys of the smallest context chunk.
+constexpr int32_t CHUNK = 256;
+constexpr float LOG2_E = 1.4426950408889634f;
+#define NO_SCORE (-INFINITY)
+
+// Arguments of the attention kernels, in order; contexts are shorter than 2^31 tokens.
+struct Args {
+  void* out;              // [rows, heads, v_dim] of `out_code`
+  float* lse;             // [rows, heads], or null
+  float* partial;         // [records, v_dim] of split sequences, not normalised
+  float* sums;            // [records, 2]: largest score, sum of weights relative to it
+  const void* q;          // [rows, heads, k_dim] of `q_code`
+  const void* k;          // [blocks, block_size, kv_heads, k_dim]
+  const void* v;          // [blocks, block_size, kv_heads, v_dim]
+  const uint32_t* indptr;  // the arrays of PageTable
+  const uint32_t* indices;
+  const uint32_t* first_page;
+  const uint32_t* seq_lens;
+  const uint32_t* query_offsets;
+  const float* slopes;    // [heads], or null
+  const float* sinks;     // [heads], or null
+  int64_t q_row_stride, q_head_stride, k_block_stride, v_block_stride;  // elements
+  uint32_t seqs, heads, kv_heads, k_dim, v_dim, block_shift;
+  uint32_t window;        // keys a query sees, itself included; 0: all
+  uint32_t q_code, out_code;
+  uint32_t stream_rows;   // rows per chunk slot in `partial`
+  uint32_t tiles;         // blocks per chunk slot; 0: this launch takes what is not streamed
+  float scale;
+  float softcap;          // 0: none
+};
+
+__device__ __forceinline__ bool is_streamed(uint32_t rows, uint32_t group) {
+  return rows == 1 || rows * group <= STREAM_PAIRS;
+}
+__device__ __forceinline__ int32_t chunk_keys(int32_t keys) { return keys < 4096 ? CHUNK : 2 * CHUNK; }
+
+// First key that a query at `position` >= 0 sees.
+__device__ __forceinline__ int32_t first_key(int32_t position, uint32_t window) {
+  return window == 0 ? 0 : max(position + 1 - int32_t(window), 0);
+}
+
+// First chunk slot of a sequence: at least one, and at least one per CHUNK listed tokens, follow.
+__device__ __forceinline__ uint64_t first_slot(const uint32_t* indptr, uint32_t seq, uint32_t block_shift) {
+  return ((uint64_t(indptr[seq]) << block_shift) / CHUNK) + seq;
+}
+// First flat tile of a sequence that is not streamed, by the same reasoning.
+__device__ __forceinline__ uint64_t first_tile(const uint32_t* query_offsets, uint32_t seq, uint32_t group,
+                                               uint32_t tile_pairs) {
+  return uint64_t(query_offsets[seq]) * group / tile_pairs + seq;
+}
+
+// Last sequence whose first slot (or tile) is at most `flat`; the starts increase strictly.
+template <typename Start>
+__device__ __forceinline__ uint32_t find_sequence(uint32_t seqs, uint64_t flat, Start start) {
+  uint32_t low = 0, high = seqs;
+  while (high - low > 1) {
+    uint32_t middle = (low + high) / 2;
+    if (start(middle) <= flat)
+      low = middle;
+    else
+      high = middle;
+  }
+  return low;
+}
+
+// The visible keys of a streamed sequence and their chunks.
+struct Stream {
+  int32_t begin, end, chunk, chunks;
+  __device__ Stream(int32_t len, int32_t rows, uint32_t window) {
+    end = len;
+    begin = min(first_key(max(len - rows, 0), window), len);
+    chunk = chunk_keys(end - begin);
+    chunks = max((end - begin + chunk - 1) / chunk, 1);
+  }
+};
+
+// The work of one block.
+struct Work {
+  uint32_t seq, kv_head, group;
+  uint32_t first_row;      // of the sequence in the batch
+  int32_t first_position;  // of that row; negative if there are more rows than tokens
+  uint32_t first_pair, pairs;  // first of this block, and number in the sequence
+  int32_t begin, end;      // keys that any pair of this block sees
+  int64_t page_base;       // indices[page_base + token >> block_shift] is the token's block
+  uint64_t slot;
+  bool split;              // the result is one of several chunks
+
+  // False if there is nothing to do, for all threads of the block alike.
+  __device__ __forceinline__ bool locate(const Args& a, uint32_t tile_pairs) {
+    kv_head = blockIdx.y;
+    group = a.heads / a.kv_heads;
+    bool streaming = a.tiles != 0;
+    uint32_t tile;
+    slot = 0;
+    if (streaming) {
+      slot = blockIdx.x / a.tiles;
+      tile = blockIdx.x % a.tiles;
+      seq = find_sequence(a.seqs, slot, [&](uint32_t s) { return first_slot(a.indptr, s, a.block_shift); });
+    } else {
+      // The last tiles see the most keys: they start first.
+      uint32_t flat = gridDim.x - 1 - blockIdx.x;
+      auto start = [&](uint32_t s) { return first_tile(a.query_offsets, s, group, tile_pairs); };
+      seq = find_sequence(a.seqs, flat, start);
+      tile = flat - uint32_t(start(seq));
+    }
+    first_row = a.query_offsets[seq];
+    uint32_t rows = a.query_offsets[seq + 1] - first_row;
+    pairs = rows * group;
+    first_pair = tile * tile_pairs;
+    if (first_pair >= pairs || is_streamed(rows, group) != streaming) return false;
+    int32_t len = int32_t(a.seq_lens[seq]);
+    first_position = len - int32_t(rows);
+    page_base = int64_t(a.indptr[seq]) - a.first_page[seq];
+    split = false;
+    if (streaming) {
+      Stream stream(len, rows, a.window);
+      int32_t index = int32_t(slot - first_slot(a.indptr, seq, a.block_shift));
+      if (index >= stream.chunks) return false;
+      begin = stream.begin + index * stream.chunk;
+      end = min(begin + stream.chunk, stream.end);
+      split = stream.chunks > 1;
+    } else {
+      uint32_t last_pair = min(first_pair + tile_pairs, pairs) - 1;
+      end = max(min(position(last_pair) + 1, len), 0);
+      begin = min(first_key(max(position(first_pair), 0), a.window), end);
+    }
+    return true;
+  }
+
+  __device__ __forceinline__ uint32_t row(uint32_t pair) const { return pair / group; }
+  __device__ __forceinline__ uint32_t head(uint32_t pair) const { return kv_head * group + pair % group; }
+  __device__ __forceinline__ int32_t position(uint32_t pair) const {
+    return first_position + int32_t(pair / group);
+  }
+  // First element of a token's head in a cache tensor.
+  __device__ __forceinline__ int64_t cache_offset(const Args& a, int32_t token, int64_t block_stride,
+                                                  uint32_t dim) const {
+    int64_t block = a.indices[page_base + (token >> a.block_shift)];
+    int64_t in_block = token & ((1 << a.block_shift) - 1);
+    return block * block_stride + (in_block * a.kv_heads + kv_head) * dim;
+  }
+  __device__ __forceinline__ int64_t query_offset(const Args& a, uint32_t pair) const {
+    return int64_t(first_row + row(pair)) * a.q_row_stride + int64_t(head(pair)) * a.q_head_stride;
+  }
+  __device__ __forceinline__ int64_t record(const Args& a, uint32_t pair) const {
+    return (int64_t(slot) * a.stream_rows + row(pair)) * a.heads + head(pair);
+  }
+};
+
+// What one pair may see and how its scores are shifted.
+struct Query {
+  int32_t first, last;  // keys, both included
+  int32_t position;
+  float slope;
+
+  __device__ __forceinline__ Query() {}
+  // A pair past the sequence's last sees nothing.
+  __device__ __forceinline__ Query(const Args& a, const Work& w, uint32_t pair) {
+    bool real = pair < w.pairs;
+    position = real ? w.position(pair) : -1;
+    last = min(position, w.end - 1);
+    first = first_key(max(position, 0), a.window);
+    slope = real && a.slopes ? a.slopes[w.head(pair)] : 0.f;
+  }
+  __device__ __forceinline__ bool sees(int32_t key) const { return key >= first && key <= last; }
+  __device__ __forceinline__ float bias(int32_t key) const { return slope * float(key - position); }
+};
+
+__device__ __forceinline__ float capped(const Args& a, float score) {
+  return a.softcap * tanhf(score / a.softcap);
+}
+
+__device__ __forceinline__ float weight(float score, float base) { return exp2_fast((score - base) * LOG2_E); }
+// A base to subtract from scores: -inf - -inf would be NaN.
+__device__ __forceinline__ float finite_base(float max_score) { return max_score == NO_SCORE ? 0.f : max_score; }
+
+// Factor of the accumulated values: 1 / sum, with the head's sink in the sum.
+__device__ __forceinline__ float normaliser(const float* sinks, uint32_t head, float max_score, float sum) {
+  if (sum == 0.f) return 0.f;  // no key: 0, with sinks too
+  if (sinks == nullptr) return 1.f / sum;
+  float sink = sinks[head], top = fmaxf(max_score, sink), w = weight(max_score, top);
+  return w / (sum * w + weight(sink, top));
+}
+// Natural, without the sink.
+__device__ __forceinline__ float log_sum_exp(float max_score, float sum) {
+  return sum == 0.f ? NO_SCORE : max_score + logf(sum);
+}
+
+// Merges what `PARTS` warps found for the same `M` pairs and hands it on: to the workspace if the
+// sequence is split, else to the output. `values` [PARTS][M][D] and `sums` [PARTS][M][2] are in
+// shared memory, complete for all threads.
+template <int PARTS, int M, int D>
+__device__ __forceinline__ void merge_parts(const Args& a, const Work& w, const float* values, const float* sums) {
+  int total = M * int(a.v_dim);
+  for (int i = threadIdx.x; i < total; i += blockDim.x) {
+    int p = i / int(a.v_dim), d = i % int(a.v_dim);
+    uint32_t pair = w.first_pair + p;
+    if (pair >= w.pairs) break;
+    float top = NO_SCORE, sum = 0.f, value = 0.f;
+    UNROLL
+    for (int part = 0; part < PARTS; part++) top = fmaxf(top, sums[(part * M + p) * 2]);
+    float base = finite_base(top);
+    UNROLL
+    for (int part = 0; part < PARTS; part++) {
+      float share = weight(sums[(part * M + p) * 2], base);
+      sum += share * sums[(part * M + p) * 2 + 1];
+      value += share * values[(part * M + p) * D + d];
+    }
+    if (w.split) {
+      int64_t record = w.record(a, pair);
+      a.partial[record * a.v_dim + d] = value;
+      if (d == 0) {
+        a.sums[2 * record] = top;
+        a.sums[2 * record + 1] = sum;
+      }
+    } else {
+      uint32_t head = w.head(pair);
+      int64_t at = int64_t(w.first_row + w.row(pair)) * a.heads + head;
+      store_element(a.out, at * a.v_dim + d, a.out_code, value * normaliser(a.sinks, head, top, sum));
+      if (d == 0 && a.lse) a.lse[at] = log_sum_exp(top, sum);
+    }
+  }
+}
+
+}  // namespace paged
