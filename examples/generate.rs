@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use bytesize::ByteSize;
 use candle_core::{DType, Device};
+use candle_paged_attn::Error;
 use candle_paged_attn::cache::{AddOptions, CacheConfig, Feed, Logits, PagedKvCache, SequenceId};
 use candle_paged_attn::load::{
     LoadOptions, Pretrained, TextStream, chat::Message, from_pretrained,
@@ -195,7 +196,9 @@ fn generate(
         } else {
             Logits::None
         };
-        let plan = cache.plan(&[Feed::new(sequence, chunk).with_logits(wanted)])?;
+        let plan = cache
+            .plan(&[Feed::new(sequence, chunk).with_logits(wanted)])
+            .context("the prompt does not fit; raise --kv-memory")?;
         logits = Some(model.forward(plan.tokens(), &plan)?);
         plan.commit()?;
     }
@@ -216,7 +219,17 @@ fn generate(
         if answer.tokens.len() == args.max_tokens {
             break;
         }
-        let plan = cache.plan(&[Feed::new(sequence, &[token])])?;
+        if cache.len(sequence)? == model.context_length() {
+            break;
+        }
+        let plan = match cache.plan(&[Feed::new(sequence, &[token])]) {
+            // What has been said stands; there is only no room to go on.
+            Err(full @ Error::OutOfBlocks { .. }) => {
+                eprintln!("stopped early: {full}; raise --kv-memory");
+                break;
+            }
+            plan => plan?,
+        };
         logits = model.forward(plan.tokens(), &plan)?;
         plan.commit()?;
     }

@@ -5,7 +5,7 @@ mod common;
 
 use candle_core::{DType, Device};
 use candle_paged_attn::Error;
-use candle_paged_attn::block::{Event, Namespace};
+use candle_paged_attn::block::{BlockId, Candidate, Event, EvictionPolicy, Namespace};
 use candle_paged_attn::cache::{
     AddOptions, CacheConfig, CacheSpec, Feed, LayerShape, Logits, PagedKvCache, SequenceId,
 };
@@ -581,6 +581,43 @@ fn pinned_prefixes_survive_pressure() {
     );
     cache.remove(id).unwrap();
     assert_eq!(cache.usage()[0].blocks_used, 0);
+}
+
+#[test]
+fn the_eviction_policy_can_be_replaced() {
+    /// Evicts what was used last: the opposite of the default.
+    #[derive(Debug)]
+    struct MostRecent;
+    impl EvictionPolicy for MostRecent {
+        fn choose(&mut self, candidates: &mut dyn Iterator<Item = Candidate>) -> Option<BlockId> {
+            candidates.last().map(|candidate| candidate.block)
+        }
+    }
+    let spec = CacheSpec::uniform(1, 1, 8, DType::F32).unwrap();
+    let config = CacheConfig::blocks(2).with_block_size(4);
+    let recent =
+        PagedKvCache::with_policy(&spec, &config, &Device::Cpu, || Box::new(MostRecent)).unwrap();
+    let default = PagedKvCache::new(&spec, &config, &Device::Cpu).unwrap();
+    for (cache, kept) in [(recent, 1), (default, 2)] {
+        for prompt in 1..=3u32 {
+            let tokens = [100 * prompt, 1, 2, 3];
+            let id = cache.add(&tokens, AddOptions::default()).unwrap().id;
+            cache
+                .plan(&[Feed::new(id, &tokens)])
+                .unwrap()
+                .commit()
+                .unwrap();
+            cache.remove(id).unwrap();
+        }
+        let hits = |prompt: u32| {
+            cache
+                .cost(&[100 * prompt, 1, 2, 3, 9], &AddOptions::default())
+                .cached_tokens
+        };
+        // Three prompts, two blocks: the third one took the place of the other of 1 and 2.
+        assert_eq!([hits(kept), hits(3 - kept), hits(3)], [4, 0, 4]);
+        assert_eq!(cache.index_stats()[0].evictions, 1);
+    }
 }
 
 #[test]

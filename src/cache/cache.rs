@@ -10,7 +10,7 @@ use super::pool::{CacheConfig, LayerKv, block_bytes};
 use super::sequence::{SequenceId, Sequences};
 use super::spec::CacheSpec;
 use super::state::{Counters, Group, State};
-use crate::block::{BlockAllocator, BlockId, Event, Namespace};
+use crate::block::{BlockAllocator, BlockId, Event, EvictionPolicy, Lru, Namespace, Stats};
 use crate::error::{Error, Result};
 use crate::ops;
 
@@ -157,6 +157,20 @@ impl PagedKvCache {
     /// size without a block in each group, or a spec that contradicts itself;
     /// [`Error::Candle`] if the device has no memory.
     pub fn new(spec: &CacheSpec, config: &CacheConfig, device: &Device) -> Result<Self> {
+        Self::with_policy(spec, config, device, || Box::new(Lru))
+    }
+
+    /// As [`new`](Self::new), with an eviction policy of your own: one from `policy` for the
+    /// pool of each group.
+    ///
+    /// # Errors
+    /// Those of [`new`](Self::new).
+    pub fn with_policy(
+        spec: &CacheSpec,
+        config: &CacheConfig,
+        device: &Device,
+        mut policy: impl FnMut() -> Box<dyn EvictionPolicy>,
+    ) -> Result<Self> {
         spec.check()?;
         let blocks = config.blocks_per_group(spec)?;
         let mut groups = Vec::with_capacity(spec.groups.len());
@@ -169,7 +183,7 @@ impl PagedKvCache {
                 let kv = LayerKv::new(group, blocks, config.block_size, device)?;
                 layers[layer] = Some((kv, g, group.window));
             }
-            let mut allocator = BlockAllocator::new(blocks, config.block_size)?;
+            let mut allocator = BlockAllocator::with_policy(blocks, config.block_size, policy())?;
             allocator.record_events(config.record_events);
             groups.push(Group {
                 spec: group.clone(),
@@ -472,6 +486,16 @@ impl PagedKvCache {
     /// Counters since the cache was made.
     pub fn counters(&self) -> Counters {
         self.inner.state().counters
+    }
+
+    /// Look-ups, hits and evictions of each group's prefix index since the cache was made.
+    pub fn index_stats(&self) -> Vec<Stats> {
+        let state = self.inner.state();
+        state
+            .groups
+            .iter()
+            .map(|group| group.allocator.stats())
+            .collect()
     }
 
     /// Events recorded since the last call, if [`CacheConfig::with_events`] asked for them.

@@ -276,7 +276,7 @@ fn must_copy(
     given_up: &mut Vec<(BlockId, u32)>,
 ) -> Option<usize> {
     let len = sequence.tokens.len();
-    if len % block_size == 0 {
+    if len.is_multiple_of(block_size) {
         return None;
     }
     let logical = len / block_size;

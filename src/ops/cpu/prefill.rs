@@ -218,7 +218,7 @@ struct Softmax<'a, 'b, T> {
 
 impl<T: Element> Task for Softmax<'_, '_, T> {
     #[inline(always)]
-    fn run<S: Simd>(self, _: S) {
+    fn run<S: Simd>(self, simd: S) {
         let Self { tile, first, n } = self;
         let options = tile.call.options;
         let v_dim = tile.call.v_dim;
@@ -232,7 +232,7 @@ impl<T: Element> Task for Softmax<'_, '_, T> {
                 max: tile.max[i],
                 sum: tile.sum[i],
             };
-            let shrink = running.absorb(scores);
+            let shrink = running.absorb(simd, scores);
             (tile.max[i], tile.sum[i]) = (running.max, running.sum);
             if shrink != 1.0 {
                 for x in &mut tile.sums[i * v_dim..][..v_dim] {

@@ -3,6 +3,7 @@
 
 use std::ops::Range;
 
+use super::simd::Simd;
 use crate::ops::{AttentionOptions, Mask};
 
 /// Keys that a query at `position` sees of a context of `len` tokens; a query before the
@@ -63,61 +64,70 @@ impl Running {
     ///
     /// While all scores are −inf, weights are 0. A NaN score gives a NaN sum.
     #[inline(always)]
-    pub(super) fn absorb(&mut self, scores: &mut [f32]) -> f32 {
-        let max = largest(scores, self.max);
-        let base = if max == f32::NEG_INFINITY { 0.0 } else { max };
+    pub(super) fn absorb<S: Simd>(&mut self, simd: S, scores: &mut [f32]) -> f32 {
+        let max = largest(simd, scores).max(self.max);
+        let base = base(max);
         let shrink = exp(self.max - base);
         for s in scores.iter_mut() {
             *s = exp(*s - base);
         }
         self.max = max;
-        self.sum = self.sum * shrink + total(scores);
+        self.sum = self.sum * shrink + total(simd, scores);
         shrink
     }
 }
 
-const WIDE: usize = 16;
-
+/// What to subtract from scores of which `max` is the largest: itself, or 0 while there is
+/// none, because −inf − −inf is NaN.
 #[inline(always)]
-fn largest(values: &[f32], start: f32) -> f32 {
-    let mut lanes = [start; WIDE];
-    let (chunks, rest) = values.as_chunks::<WIDE>();
-    for chunk in chunks {
-        for i in 0..WIDE {
-            lanes[i] = if chunk[i] > lanes[i] {
-                chunk[i]
-            } else {
-                lanes[i]
-            };
-        }
+pub(super) fn base(max: f32) -> f32 {
+    if max == f32::NEG_INFINITY { 0.0 } else { max }
+}
+
+/// The largest value; NaN is passed over.
+#[inline(always)]
+fn largest<S: Simd>(simd: S, values: &[f32]) -> f32 {
+    let mut lanes = simd.splat(f32::NEG_INFINITY);
+    let mut chunks = values.chunks_exact(S::LANES);
+    for chunk in &mut chunks {
+        // SAFETY: the chunk has LANES elements.
+        lanes = simd.max(unsafe { simd.load_f32(chunk.as_ptr()) }, lanes);
     }
-    for (lane, &x) in lanes.iter_mut().zip(rest) {
-        *lane = if x > *lane { x } else { *lane };
+    let mut max = f32::NEG_INFINITY;
+    for &x in to_array(simd, lanes)[..S::LANES]
+        .iter()
+        .chain(chunks.remainder())
+    {
+        max = if x > max { x } else { max };
     }
-    lanes.into_iter().fold(start, f32::max)
+    max
 }
 
 #[inline(always)]
-fn total(values: &[f32]) -> f32 {
-    let mut lanes = [0f32; WIDE];
-    let (chunks, rest) = values.as_chunks::<WIDE>();
-    for chunk in chunks {
-        for i in 0..WIDE {
-            lanes[i] += chunk[i];
-        }
+fn total<S: Simd>(simd: S, values: &[f32]) -> f32 {
+    let mut lanes = simd.splat(0.0);
+    let mut chunks = values.chunks_exact(S::LANES);
+    for chunk in &mut chunks {
+        // SAFETY: the chunk has LANES elements.
+        lanes = simd.add(unsafe { simd.load_f32(chunk.as_ptr()) }, lanes);
     }
-    for (lane, &x) in lanes.iter_mut().zip(rest) {
-        *lane += x;
-    }
-    let mut width = WIDE / 2;
-    while width > 0 {
-        for i in 0..width {
-            lanes[i] += lanes[i + width];
-        }
-        width /= 2;
-    }
-    lanes[0]
+    to_array(simd, lanes)[..S::LANES]
+        .iter()
+        .chain(chunks.remainder())
+        .sum()
 }
+
+/// The lanes of a register, and zeros.
+#[inline(always)]
+fn to_array<S: Simd>(simd: S, register: S::V) -> [f32; MAX_LANES] {
+    const { assert!(S::LANES <= MAX_LANES) };
+    let mut array = [0.0; MAX_LANES];
+    // SAFETY: LANES elements fit, by the assertion.
+    unsafe { simd.store(array.as_mut_ptr(), register) };
+    array
+}
+
+const MAX_LANES: usize = 16;
 
 /// `e^x` for `x ≤ 0` within 2 ulp; 0 below the normal numbers; NaN stays NaN.
 ///
@@ -150,7 +160,7 @@ pub(super) fn exp(x: f32) -> f32 {
 /// `tanh x` within a few ulp: a Taylor polynomial near 0, where the quotient would cancel,
 /// else `(1 − e^−2|x|) / (1 + e^−2|x|)`. Branch-free.
 #[inline(always)]
-fn tanh(x: f32) -> f32 {
+pub(super) fn tanh(x: f32) -> f32 {
     let e = exp(-2.0 * x.abs());
     let far = ((1.0 - e) / (1.0 + e)).copysign(x);
     let y = x * x;
@@ -166,6 +176,7 @@ fn tanh(x: f32) -> f32 {
 
 #[cfg(test)]
 mod tests {
+    use super::super::simd::{Plain, Task, dispatch_to_each};
     use super::*;
 
     #[test]
@@ -199,18 +210,30 @@ mod tests {
         assert!(tanh(f32::NAN).is_nan());
     }
 
+    /// A row in parts has the sum of the whole.
+    #[derive(Clone)]
+    struct Parts;
+
+    impl Task for Parts {
+        fn run<S: Simd>(self, simd: S) {
+            let scores: Vec<f32> = (0..100)
+                .map(|i| ((i * 37) % 41) as f32 * 0.3 - 5.0)
+                .collect();
+            let want: f64 = scores.iter().map(|&s| f64::from(s).exp()).sum();
+            let mut running = Running::EMPTY;
+            for part in scores.chunks(23) {
+                running.absorb(simd, &mut part.to_vec());
+            }
+            let lse = f64::from(running.max) + f64::from(running.sum).ln();
+            assert!((lse - want.ln()).abs() < 1e-6);
+            running.absorb(simd, &mut [f32::NAN; 17]);
+            assert!(running.sum.is_nan(), "a NaN that is seen must not be lost");
+        }
+    }
+
     #[test]
     fn a_row_absorbed_in_parts_has_the_sum_of_the_whole() {
-        let scores: Vec<f32> = (0..100)
-            .map(|i| ((i * 37) % 41) as f32 * 0.3 - 5.0)
-            .collect();
-        let want: f64 = scores.iter().map(|&s| f64::from(s).exp()).sum();
-        let mut running = Running::EMPTY;
-        for part in scores.chunks(23) {
-            running.absorb(&mut part.to_vec());
-        }
-        let lse = f64::from(running.max) + f64::from(running.sum).ln();
-        assert!((lse - want.ln()).abs() < 1e-6);
+        dispatch_to_each(Parts);
     }
 
     #[test]
@@ -219,11 +242,11 @@ mod tests {
         let mut scores = [f32::NAN, 1.0, f32::INFINITY];
         let options = AttentionOptions::new(1.0);
         finish_scores(&mut scores, 4, 5, &(5..6), 0, &options);
-        assert_eq!(running.absorb(&mut scores), 0.0);
+        assert_eq!(running.absorb(Plain, &mut scores), 0.0);
         assert_eq!(scores, [0.0, 1.0, 0.0]);
         let mut hidden = [f32::NAN; 3];
         finish_scores(&mut hidden, 6, 5, &(5..6), 0, &options);
-        assert_eq!(running.absorb(&mut hidden), 1.0);
+        assert_eq!(running.absorb(Plain, &mut hidden), 1.0);
         assert_eq!((running.max, running.sum), (1.0, 1.0));
     }
 }

@@ -3,6 +3,10 @@
 //! A kernel is written once, generic in [`Simd`], with `#[inline(always)]` down to the
 //! arithmetic; [`dispatch`] compiles it for each instruction set and picks one. The plain
 //! loops of such a kernel (softmax, masks) are vectorised for the same instruction set.
+//!
+//! Register operations must not stand in a closure (also not one given to `map` or
+//! `from_fn`): it is a function of its own, compiled without the instruction set, and every
+//! operation becomes a call.
 
 use half::{bf16, f16};
 
@@ -12,15 +16,18 @@ pub(super) trait Simd: Copy + 'static {
     type V: Copy;
     /// f32 in a register.
     const LANES: usize;
-    /// Whether 16 accumulators fit the register file beside their operands.
+    /// Whether 16 accumulators fit the register file beside their operands; else 8 do.
     const MANY_REGISTERS: bool;
 
     fn splat(self, x: f32) -> Self::V;
+    fn add(self, a: Self::V, b: Self::V) -> Self::V;
     fn mul(self, a: Self::V, b: Self::V) -> Self::V;
+    /// The larger, `b` where `a` is NaN.
+    fn max(self, a: Self::V, b: Self::V) -> Self::V;
     /// `a * b + c`
     fn mul_add(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V;
-    /// Sum of all lanes.
-    fn sum(self, a: Self::V) -> f32;
+    /// Sums of all lanes of four registers.
+    fn sum4(self, a: [Self::V; 4]) -> [f32; 4];
     /// # Safety
     /// `src` points at `LANES` readable elements; any alignment.
     unsafe fn load_f32(self, src: *const f32) -> Self::V;
@@ -57,6 +64,21 @@ pub(super) fn dispatch<T: Task>(task: T) {
     task.run(Plain);
 }
 
+/// Runs a task on every instruction set that the machine has.
+#[cfg(test)]
+pub(super) fn dispatch_to_each<T: Task + Clone>(task: T) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        if let Some(simd) = x86::Avx512::detect() {
+            simd.run(task.clone());
+        }
+        if let Some(simd) = x86::Avx2::detect() {
+            simd.run(task.clone());
+        }
+    }
+    task.run(Plain);
+}
+
 /// What the target always has, by the compiler's own vectorisation.
 #[derive(Clone, Copy)]
 pub(super) struct Plain;
@@ -71,6 +93,22 @@ impl Simd for Plain {
     #[inline(always)]
     fn splat(self, x: f32) -> Self::V {
         [x; PLAIN]
+    }
+
+    #[inline(always)]
+    fn add(self, mut a: Self::V, b: Self::V) -> Self::V {
+        for i in 0..PLAIN {
+            a[i] += b[i];
+        }
+        a
+    }
+
+    #[inline(always)]
+    fn max(self, a: Self::V, mut b: Self::V) -> Self::V {
+        for i in 0..PLAIN {
+            b[i] = if a[i] > b[i] { a[i] } else { b[i] };
+        }
+        b
     }
 
     #[inline(always)]
@@ -95,8 +133,8 @@ impl Simd for Plain {
     }
 
     #[inline(always)]
-    fn sum(self, a: Self::V) -> f32 {
-        ((a[0] + a[4]) + (a[2] + a[6])) + ((a[1] + a[5]) + (a[3] + a[7]))
+    fn sum4(self, a: [Self::V; 4]) -> [f32; 4] {
+        a.map(|a| ((a[0] + a[4]) + (a[2] + a[6])) + ((a[1] + a[5]) + (a[3] + a[7])))
     }
 
     #[inline(always)]
@@ -175,6 +213,18 @@ mod x86 {
         }
 
         #[inline(always)]
+        fn add(self, a: __m512, b: __m512) -> __m512 {
+            // SAFETY: see above.
+            unsafe { _mm512_add_ps(a, b) }
+        }
+
+        #[inline(always)]
+        fn max(self, a: __m512, b: __m512) -> __m512 {
+            // SAFETY: see above. The instruction returns its second operand for a NaN.
+            unsafe { _mm512_max_ps(a, b) }
+        }
+
+        #[inline(always)]
         fn mul(self, a: __m512, b: __m512) -> __m512 {
             // SAFETY: see above.
             unsafe { _mm512_mul_ps(a, b) }
@@ -187,9 +237,23 @@ mod x86 {
         }
 
         #[inline(always)]
-        fn sum(self, a: __m512) -> f32 {
-            // SAFETY: see above.
-            unsafe { _mm512_reduce_add_ps(a) }
+        fn sum4(self, [a, b, c, d]: [__m512; 4]) -> [f32; 4] {
+            // SAFETY: see above. Pairs are interleaved and added until each 128-bit lane
+            // holds one part of all four sums.
+            unsafe {
+                let ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+                let cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+                let (ab, cd) = (_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+                let all = _mm512_add_ps(
+                    _mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd)),
+                    _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd)),
+                );
+                let all = _mm256_add_ps(
+                    _mm512_castps512_ps256(all),
+                    _mm512_extractf32x8_ps::<1>(all),
+                );
+                four(all)
+            }
         }
 
         #[inline(always)]
@@ -223,6 +287,19 @@ mod x86 {
         fn prefetch<T>(self, address: *const T) {
             // SAFETY: a prefetch never faults.
             unsafe { _mm_prefetch::<_MM_HINT_T1>(address.cast()) }
+        }
+    }
+
+    /// The sum of the two halves.
+    ///
+    /// # Safety
+    /// The machine has AVX.
+    #[inline(always)]
+    unsafe fn four(a: __m256) -> [f32; 4] {
+        // SAFETY: the caller's promise; the types have one size and no invalid values.
+        unsafe {
+            let sum = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps::<1>(a));
+            std::mem::transmute::<__m128, [f32; 4]>(sum)
         }
     }
 
@@ -260,6 +337,18 @@ mod x86 {
         }
 
         #[inline(always)]
+        fn add(self, a: __m256, b: __m256) -> __m256 {
+            // SAFETY: see above.
+            unsafe { _mm256_add_ps(a, b) }
+        }
+
+        #[inline(always)]
+        fn max(self, a: __m256, b: __m256) -> __m256 {
+            // SAFETY: see above. The instruction returns its second operand for a NaN.
+            unsafe { _mm256_max_ps(a, b) }
+        }
+
+        #[inline(always)]
         fn mul(self, a: __m256, b: __m256) -> __m256 {
             // SAFETY: see above.
             unsafe { _mm256_mul_ps(a, b) }
@@ -272,13 +361,9 @@ mod x86 {
         }
 
         #[inline(always)]
-        fn sum(self, a: __m256) -> f32 {
+        fn sum4(self, [a, b, c, d]: [__m256; 4]) -> [f32; 4] {
             // SAFETY: see above.
-            unsafe {
-                let a = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps::<1>(a));
-                let a = _mm_add_ps(a, _mm_movehl_ps(a, a));
-                _mm_cvtss_f32(_mm_add_ss(a, _mm_shuffle_ps::<1>(a, a)))
-            }
+            unsafe { four(_mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d))) }
         }
 
         #[inline(always)]
