@@ -154,8 +154,10 @@ impl PagedKvCache {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] for a block size that is not a power of two from 1 to 256, a
-    /// size without a block in each group, or a spec that contradicts itself;
-    /// [`Error::Candle`] if the device has no memory.
+    /// size without a block in each group, a spec that contradicts itself, a fraction of free
+    /// memory on a device that is not CUDA, or a CUDA device on the per-thread default stream
+    /// (make it with [`Device::new_cuda_with_stream`]); [`Error::Candle`] if the device has no
+    /// memory.
     pub fn new(spec: &CacheSpec, config: &CacheConfig, device: &Device) -> Result<Self> {
         Self::with_policy(spec, config, device, || Box::new(Lru))
     }
@@ -172,7 +174,8 @@ impl PagedKvCache {
         mut policy: impl FnMut() -> Box<dyn EvictionPolicy>,
     ) -> Result<Self> {
         spec.check()?;
-        let blocks = config.blocks_per_group(spec)?;
+        ops::check_stream("paged_kv_cache", device)?;
+        let blocks = config.blocks_per_group(spec, device)?;
         let mut groups = Vec::with_capacity(spec.groups.len());
         let buffers = StepBuffers::new(blocks.iter().copied(), config.block_size)?;
         let mut layers: Vec<Option<(LayerKv, usize, Option<usize>)>> =

@@ -5,6 +5,7 @@ use candle_core::{Device, Tensor};
 use super::spec::{CacheSpec, GroupSpec};
 use crate::block::check_block_size;
 use crate::error::{Error, Result};
+use crate::ops;
 
 const OP: &str = "paged_kv_cache";
 
@@ -12,7 +13,7 @@ const OP: &str = "paged_kv_cache";
 pub const DEFAULT_BLOCK_SIZE: usize = 16;
 
 /// How large a cache is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 #[non_exhaustive]
 pub enum CacheSize {
     /// A budget for all groups together, in bytes. Groups share it so that sequences of
@@ -23,10 +24,14 @@ pub enum CacheSize {
     /// Tokens that one full-attention group must hold: `ceil(tokens / block_size)` blocks in
     /// each group. A model's context length is the usual value.
     Tokens(usize),
+    /// A fraction, above 0 and at most 1, of the device memory that is free when the cache is
+    /// made, divided like [`CacheSize::Bytes`]. Load the weights first and leave room for
+    /// activations: 0.9 is usual. Only on CUDA; not yet run on a GPU.
+    FreeMemory(f64),
 }
 
 /// Size and block size of a [`PagedKvCache`](super::PagedKvCache).
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 #[non_exhaustive]
 pub struct CacheConfig {
     /// How large the cache is.
@@ -66,6 +71,11 @@ impl CacheConfig {
         Self::new(CacheSize::Tokens(tokens))
     }
 
+    /// A fraction of the free memory of a CUDA device, see [`CacheSize::FreeMemory`].
+    pub fn free_memory(fraction: f64) -> Self {
+        Self::new(CacheSize::FreeMemory(fraction))
+    }
+
     /// Tokens per block: a power of two from 1 to 256 (checked when the cache is made).
     #[must_use]
     pub fn with_block_size(mut self, block_size: usize) -> Self {
@@ -87,13 +97,16 @@ impl CacheConfig {
         self
     }
 
-    /// Blocks of each group of `spec`.
-    pub(super) fn blocks_per_group(&self, spec: &CacheSpec) -> Result<Vec<usize>> {
+    /// Blocks of each group of `spec` on `device`.
+    pub(super) fn blocks_per_group(&self, spec: &CacheSpec, device: &Device) -> Result<Vec<usize>> {
         check_block_size(OP, self.block_size)?;
         let blocks = match self.size {
             CacheSize::Blocks(blocks) => vec![blocks; spec.groups.len()],
             CacheSize::Tokens(tokens) => vec![tokens.div_ceil(self.block_size); spec.groups.len()],
             CacheSize::Bytes(budget) => self.divide(spec, budget)?,
+            CacheSize::FreeMemory(fraction) => {
+                self.divide(spec, part_of_free_memory(fraction, device)?)?
+            }
         };
         let given = || format!("{:?} with blocks of {} tokens", self.size, self.block_size);
         if blocks.contains(&0) {
@@ -152,6 +165,19 @@ impl GroupSpec {
         self.window
             .map_or(0, |window| (position + 1).saturating_sub(window))
     }
+}
+
+fn part_of_free_memory(fraction: f64, device: &Device) -> Result<u64> {
+    if !(fraction > 0.0 && fraction <= 1.0) {
+        return Err(Error::InvalidArgument {
+            op: OP,
+            what: "size".into(),
+            expected: "a fraction of the free memory above 0 and at most 1".into(),
+            got: fraction.to_string(),
+        });
+    }
+    let free = ops::free_memory(OP, device)?;
+    Ok((free as f64 * fraction) as u64)
 }
 
 /// Bytes of one block of a group, K and V of all its layers.
