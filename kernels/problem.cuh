@@ -100,6 +100,7 @@ struct Work {
     group = a.heads / a.kv_heads;
     bool streaming = a.tiles != 0;
     uint32_t tile;
+    slot = 0;
     if (streaming) {
       slot = blockIdx.x / a.tiles;
       tile = blockIdx.x % a.tiles;

@@ -200,6 +200,7 @@ pub fn attention(
         plan,
         buffers,
         outputs: vec![(Slot::Out, size)],
+        scratch: Vec::new(),
         expect: expected,
     }
 }

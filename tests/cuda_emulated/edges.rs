@@ -1,11 +1,11 @@
 //! Where faults hide: edges of tiles, chunks and windows, needles, strides, capacity.
 
 use candle_core::DType;
-use candle_paged_attn::ops::launch;
+use candle_paged_attn::ops::launch::{self, Arg, CacheView, Slot};
 
-use crate::call::{attention, capacity};
-use crate::common::paged::{Batch, Setup};
-use crate::job::{Emulator, Schedule};
+use crate::call::{attention, bytes, cache_view, capacity, rows_view, scores};
+use crate::common::paged::{Batch, Setup, tensor};
+use crate::job::{Emulator, Job, Schedule, encode_i64, encode_u32};
 
 const TYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
@@ -233,4 +233,141 @@ fn logits_of_1e5_stay_finite_with_a_soft_cap() {
             emulator.check(&job, Schedule::of(1), &format!("{dtype:?} cap {cap:?}"));
         }
     }
+}
+
+/// Blocks whose first element lies beyond 2^31 elements, and beyond 2^32 bytes: `write_kv` puts
+/// the keys there, attention reads them. The caches are never in memory as a whole.
+#[test]
+fn a24_offsets_do_not_wrap_at_32_bits() {
+    let Some(mut emulator) = Emulator::start() else {
+        return;
+    };
+    for (case, dtype) in TYPES.into_iter().enumerate() {
+        for (first_block, block_stride) in [(131_072, 16_384), (2_066, 1_039_680)] {
+            for rows in [1, 20] {
+                let batch = of(dtype, 2, 1, 64, &[(40, rows)]).build();
+                let far = Far {
+                    first_block,
+                    block_stride,
+                };
+                let job = far.job(&batch);
+                emulator.check(
+                    &job,
+                    Schedule::of(case),
+                    &format!("{dtype:?}, {rows} rows, {far:?}"),
+                );
+            }
+        }
+    }
+}
+
+/// Where the blocks of a sequence lie.
+#[derive(Debug)]
+struct Far {
+    first_block: usize,
+    block_stride: usize,
+}
+
+impl Far {
+    /// Writes K and V of the batch's one sequence into far blocks, then attends to them.
+    fn job(&self, batch: &Batch) -> Job {
+        let mut job = attention(batch, &batch.options(), false, None);
+        let seq = &batch.seqs[0];
+        let dtype = batch.k_cache.dtype();
+        let blocks = seq.shape.len.div_ceil(16);
+        let slots: Vec<i64> = (0..seq.shape.len)
+            .map(|t| (self.first_block * 16 + t) as i64)
+            .collect();
+        let pages: Vec<u32> = (0..blocks).map(|b| (self.first_block + b) as u32).collect();
+        let mut launches = Vec::new();
+        for (cache_slot, rows_slot, values, t) in [
+            (Slot::KCache, Slot::AOut, &seq.k, &batch.k_cache),
+            (Slot::VCache, Slot::BOut, &seq.v, &batch.v_cache),
+        ] {
+            let cache = CacheView {
+                num_blocks: self.first_block + blocks,
+                block_stride: self.block_stride,
+                ..cache_view(t)
+            };
+            let rows = tensor(values, &[seq.shape.len, 1, 64], dtype);
+            let mut write = launch::write_kv(&cache, &rows_view(&rows), seq.shape.len);
+            for arg in &mut write.launches[0].args {
+                match arg {
+                    Arg::Buffer(slot @ Slot::Cache, _) => *slot = cache_slot,
+                    Arg::Buffer(slot @ Slot::Rows, _) => *slot = rows_slot,
+                    _ => {}
+                }
+            }
+            launches.append(&mut write.launches);
+            job.buffers.push((rows_slot, bytes(&rows)));
+            let len = (self.first_block + blocks - 1) * self.block_stride + 16 * 64;
+            job.scratch.push((cache_slot, len * dtype.size_in_bytes()));
+        }
+        // The attention launches, with this stride.
+        let (mut k, mut v) = (cache_view(&batch.k_cache), cache_view(&batch.v_cache));
+        (k.block_stride, v.block_stride) = (self.block_stride, self.block_stride);
+        let plan = launch::attention(
+            &rows_view(&batch.q),
+            &k,
+            &v,
+            &capacity(&batch.table),
+            &scores(&batch.options()),
+            false,
+        );
+        launches.extend(plan.launches);
+        job.plan.launches = launches;
+        job.buffers
+            .retain(|(slot, _)| ![Slot::KCache, Slot::VCache, Slot::Indices].contains(slot));
+        job.buffers.push((Slot::Indices, encode_u32(&pages)));
+        job.buffers.push((Slot::Slots, encode_i64(&slots)));
+        job
+    }
+}
+
+/// Queries and caches as views: starts, gaps between rows and blocks, aligned and not.
+#[test]
+fn c10_strided_queries_and_caches() {
+    let Some(mut emulator) = Emulator::start() else {
+        return;
+    };
+    for (case, dtype) in TYPES.into_iter().enumerate() {
+        for (start, gap) in [(0, 0), (8, 16), (3, 5)] {
+            let batch = of(dtype, 4, 2, 64, &[(300, 1), (60, 40)]).build();
+            let mut job = attention(&batch, &batch.options(), false, None);
+            let (mut q, mut k, mut v) = (
+                rows_view(&batch.q),
+                cache_view(&batch.k_cache),
+                cache_view(&batch.v_cache),
+            );
+            let size = dtype.size_in_bytes();
+            for (slot, data) in &mut job.buffers {
+                let (view_start, stride) = match slot {
+                    Slot::Q => (&mut q.start, &mut q.strides[0]),
+                    Slot::KCache => (&mut k.start, &mut k.block_stride),
+                    Slot::VCache => (&mut v.start, &mut v.block_stride),
+                    _ => continue,
+                };
+                *data = spread(data, *stride * size, start * size, gap * size);
+                *view_start = start;
+                *stride += gap;
+            }
+            let (table, options) = (&batch.table, batch.options());
+            job.plan = launch::attention(&q, &k, &v, &capacity(table), &scores(&options), false);
+            emulator.check(
+                &job,
+                Schedule::of(case),
+                &format!("{dtype:?} {start} {gap}"),
+            );
+        }
+    }
+}
+
+/// Poison before the first row and between rows, none after the last.
+fn spread(data: &[u8], row: usize, start: usize, gap: usize) -> Vec<u8> {
+    let mut out = vec![0xff; start];
+    for (i, row) in data.chunks(row).enumerate() {
+        out.resize(out.len() + if i == 0 { 0 } else { gap }, 0xff);
+        out.extend(row);
+    }
+    out
 }

@@ -51,6 +51,8 @@ pub struct Job {
     pub buffers: Vec<(Slot, Vec<u8>)>,
     /// Outputs that start poisoned: bytes.
     pub outputs: Vec<(Slot, usize)>,
+    /// Buffers that are neither filled nor returned: bytes.
+    pub scratch: Vec<(Slot, usize)>,
     pub expect: Vec<Expect>,
 }
 
@@ -145,7 +147,9 @@ impl Job {
         }
         let mut slots: Vec<Slot> = self.sizes().map(|(slot, _)| slot).collect();
         let returned = slots.len();
-        slots.push(Slot::Workspace);
+        let workspace = (Slot::Workspace, self.plan.workspace);
+        let scratch = || self.scratch.iter().copied().chain([workspace]);
+        slots.extend(scratch().map(|(slot, _)| slot));
         u32(&mut out, slots.len() as u32);
         for &(slot, size) in &self.outputs {
             name(&mut out, &format!("{slot:?}"));
@@ -158,9 +162,11 @@ impl Job {
             out.push(1);
             out.extend(data);
         }
-        name(&mut out, "Workspace");
-        out.extend((self.plan.workspace as u64).to_le_bytes());
-        out.push(0);
+        for (slot, size) in scratch() {
+            name(&mut out, &format!("{slot:?}"));
+            out.extend((size as u64).to_le_bytes());
+            out.push(0);
+        }
 
         u32(&mut out, self.plan.launches.len() as u32);
         for launch in &self.plan.launches {

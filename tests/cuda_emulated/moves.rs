@@ -62,6 +62,7 @@ fn write_job(
             (Slot::Slots, encode_i64(slots)),
         ],
         outputs: Vec::new(),
+        scratch: Vec::new(),
         expect: Vec::new(),
     };
     (job, want)
@@ -189,6 +190,7 @@ fn copy_job(cache: &CacheView, data: Vec<u8>, pairs: &[(u32, u32)]) -> (Job, Vec
         plan: copy.plan,
         buffers: vec![(Slot::Cache, data), (Slot::Pairs, encode_u32(&copy.pairs))],
         outputs: Vec::new(),
+        scratch: Vec::new(),
         expect: Vec::new(),
     };
     (job, want)
@@ -278,6 +280,7 @@ fn merge_job(rng: &mut Rng, pairs: usize, dim: usize) -> Job {
             (Slot::BLse, encode_f32(&b_lse)),
         ],
         outputs: vec![(Slot::Out, split + pairs * 4)],
+        scratch: Vec::new(),
         expect: vec![
             expect(0, dim, wide(&want.out)),
             expect(split, 1, wide(&want.lse)),
