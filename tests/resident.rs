@@ -211,7 +211,8 @@ fn two_plans_of_one_capacity_give_identical_pointers_and_launches() {
     let first = steps.step(&decode);
     assert!(first.1.workspace > 0, "the long contexts are split");
     let allocations = steps.host.allocations.get();
-    for _ in 0..40 {
+    // 59 pages grow to 63: the capacity is 64.
+    for _ in 0..20 {
         assert_eq!(steps.step(&decode), first);
     }
     // A batch of two lies in the buffers of three.
