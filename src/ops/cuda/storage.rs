@@ -53,6 +53,8 @@ pub(super) fn write<'a>(
 /// A storage of `len` elements of any content, for kernels that write all of them.
 pub(super) fn allocate(device: &CudaDevice, element: Element, len: usize) -> Result<CudaStorage> {
     let stream = device.cuda_stream();
+    // The driver refuses an allocation of nothing.
+    let len = len.max(1);
     // SAFETY: every caller launches a kernel that writes each element before anything else on
     // the stream can read it.
     let slice = unsafe {
