@@ -123,21 +123,32 @@ __device__ __forceinline__ void attend_mma(const Args& a) {
     const int32_t first = w.begin + tile * BN + warp_n * NW;
     // Every pair of the block sees every key of this tile.
     const bool open = a.window == 0 && first + NW <= min(w.position(w.first_pair) + 1, w.end);
+    // One rule at a time, each behind one branch for all scores.
+    auto each_score = [&](auto rule) {
+      UNROLL
+      for (int t = 0; t < MT; t++) {
+        UNROLL
+        for (int i = 0; i < NW / 8; i++) {
+          UNROLL
+          for (int e = 0; e < 4; e++) {
+            float& x = s[t][i][e];
+            x = rule(x, query[t][e / 2], first + i * 8 + lane % 4 * 2 + e % 2);
+          }
+        }
+      }
+    };
+    each_score([&](float x, const Query&, int32_t) { return x * a.scale; });
+    if (a.softcap > 0.f) each_score([&](float x, const Query&, int32_t) { return capped(a, x); });
+    if (a.slopes) each_score([&](float x, const Query& of, int32_t key) { return x + of.bias(key); });
+    if (!open) each_score([&](float x, const Query& of, int32_t key) { return of.sees(key) ? x : NO_SCORE; });
+
     UNROLL
     for (int t = 0; t < MT; t++) {
       UNROLL
       for (int r = 0; r < 2; r++) {
         float largest = NO_SCORE;
         UNROLL
-        for (int i = 0; i < NW / 8; i++) {
-          UNROLL
-          for (int e = 0; e < 2; e++) {
-            float& x = s[t][i][2 * r + e];
-            int32_t key = first + i * 8 + lane % 4 * 2 + e;
-            x = open || query[t][r].sees(key) ? query[t][r].score(a, x, key) : NO_SCORE;
-            largest = fmaxf(largest, x);
-          }
-        }
+        for (int i = 0; i < NW / 8; i++) largest = fmaxf(largest, fmaxf(s[t][i][2 * r], s[t][i][2 * r + 1]));
         largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
         largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
         largest = fmaxf(largest, top[t][r]);

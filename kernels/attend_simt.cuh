@@ -73,7 +73,10 @@ __device__ __forceinline__ void attend_simt(const Args& a) {
     }
     UNROLL
     for (int g = 0; g < G; g++) {
-      float score = inside && query[g].sees(key) ? query[g].score(a, s[g], key) : NO_SCORE;
+      float score = s[g] * a.scale;
+      if (a.softcap > 0.f) score = capped(a, score);
+      if (a.slopes) score += query[g].bias(key);
+      if (!inside || !query[g].sees(key)) score = NO_SCORE;
       float largest = fmaxf(top[g], score), base = finite_base(largest);
       float shrink = weight(top[g], base), p = weight(score, base);
       top[g] = largest;

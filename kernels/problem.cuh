@@ -172,14 +172,12 @@ struct Query {
     slope = real && a.slopes ? a.slopes[w.head(pair)] : 0.f;
   }
   __device__ __forceinline__ bool sees(int32_t key) const { return key >= first && key <= last; }
-  // The score of a key from its product with the query.
-  __device__ __forceinline__ float score(const Args& a, float product, int32_t key) const {
-    float s = product * a.scale;
-    if (a.softcap > 0.f) s = a.softcap * tanhf(s / a.softcap);
-    if (a.slopes) s += slope * float(key - position);
-    return s;
-  }
+  __device__ __forceinline__ float bias(int32_t key) const { return slope * float(key - position); }
 };
+
+__device__ __forceinline__ float capped(const Args& a, float score) {
+  return a.softcap * tanhf(score / a.softcap);
+}
 
 __device__ __forceinline__ float weight(float score, float base) { return exp2_fast((score - base) * LOG2_E); }
 // A base to subtract from scores: -inf - -inf would be NaN.

@@ -5,6 +5,8 @@ A table of registers and blocks per multiprocessor. Ends non-zero if a kernel sp
 an architecture, or needs more registers than its intended occupancy leaves. Also writes
 paged_attn.ptx (compute_80) into OUT_FOLDER, for the interpreter.
 """
+import concurrent.futures
+import os
 import re
 import subprocess
 import sys
@@ -21,8 +23,8 @@ BUDGET = [
     (r"prefill_mma_", 128, 2),
     (r"attend_simt_\w+_d(64|128)", 128, 3),
     (r"attend_simt_", 128, 2),
-    (r"write_kv_", 256, 8),
-    (r"", 128, 6),
+    (r"write_kv_", 256, 6),
+    (r"", 128, 4),
 ]
 
 
@@ -58,7 +60,8 @@ def main():
     folder.mkdir(parents=True, exist_ok=True)
     subprocess.run([nvcc, *FLAGS, "-arch=compute_80", "--ptx", str(SOURCE), "-o", str(folder / "paged_attn.ptx")],
                    check=True)
-    results = {arch: compile_for(nvcc, arch, folder) for arch in architectures}
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        results = dict(zip(architectures, pool.map(lambda arch: compile_for(nvcc, arch, folder), architectures)))
     names = sorted(set().union(*results.values()))
     faults = []
     print("\nregisters per thread (spilled bytes)" + " " * 2 + "".join(f"{'sm_' + a:>9}" for a in architectures)

@@ -20,12 +20,15 @@ inline void copy16_async(void* shared, const void* global, bool valid, EMU_LOC) 
   // The hardware wants the address aligned even when nothing is read.
   if ((reinterpret_cast<uintptr_t>(shared) | reinterpret_cast<uintptr_t>(global)) & 15)
     emu::fail("%s:%d: cp.async address is not a multiple of 16", EMU_PASS);
-  if (!emu::is_shared(shared, 16)) emu::fail("%s:%d: cp.async destination is not in the block's shared memory", EMU_PASS);
+  if (!emu::is_shared(shared, 16))
+    emu::fail("%s:%d: cp.async destination is not in the block's shared memory", EMU_PASS);
   if (emu::is_shared(global, 1)) emu::fail("%s:%d: cp.async source is shared memory", EMU_PASS);
   emu::CpOp op{shared, global, 16, valid ? 16 : 0};
   if (emu::cp_push(op)) perform(op);
 }
-inline void copy_commit() { emu::cp_commit(); }
+inline void copy_commit() {
+  emu::cp_commit();
+}
 template <int pending>
 inline void copy_wait() {
   emu::CpOp op;
@@ -35,9 +38,12 @@ inline void copy_wait() {
 inline const unsigned char* matrix_row(emu::Rdv* r, int lane) {
   return reinterpret_cast<const unsigned char*>(*emu::rdv_peek(r, lane));
 }
-inline void load_matrices_as(emu::Kind kind, uint32_t (&out)[4], const void* row, const char* file_, int line_) {
-  if (reinterpret_cast<uintptr_t>(row) & 15) emu::fail("%s:%d: ldmatrix row is not at a multiple of 16", EMU_PASS);
-  if (!emu::is_shared(row, 16)) emu::fail("%s:%d: ldmatrix row is not in the block's shared memory", EMU_PASS);
+inline void load_matrices_as(emu::Kind kind, uint32_t (&out)[4], const void* row, const char* file_,
+                             int line_) {
+  if (reinterpret_cast<uintptr_t>(row) & 15)
+    emu::fail("%s:%d: ldmatrix row is not at a multiple of 16", EMU_PASS);
+  if (!emu::is_shared(row, 16))
+    emu::fail("%s:%d: ldmatrix row is not in the block's shared memory", EMU_PASS);
   uint64_t address = reinterpret_cast<uint64_t>(row);
   emu::Rdv* r = emu::rdv_enter(kind, ~0u, &address, 1, EMU_PASS);
   int lane = emu::lane_id(), group = lane / 4, column = lane % 4;
@@ -66,7 +72,9 @@ inline float element_value(uint16_t bits, __half*) {
   raw.x = bits;
   return __half2float(__half(raw));
 }
-inline float element_value(uint16_t bits, __nv_bfloat16*) { return emu::from_bits<float>(uint64_t(bits) << 16); }
+inline float element_value(uint16_t bits, __nv_bfloat16*) {
+  return emu::from_bits<float>(uint64_t(bits) << 16);
+}
 
 // Products are exact in double; one rounding per element at the end. A tensor core rounds more
 // often, within the tolerances that the tests use.
@@ -85,7 +93,8 @@ inline void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_
   const float *A[4], *B[2][4];
   for (int q = 0; q < 4; q++) {
     A[q] = reinterpret_cast<const float*>(emu::rdv_peek(r, 4 * group + q));
-    for (int n = 0; n < 2; n++) B[n][q] = reinterpret_cast<const float*>(emu::rdv_peek(r, 4 * (2 * column + n) + q));
+    for (int n = 0; n < 2; n++)
+      B[n][q] = reinterpret_cast<const float*>(emu::rdv_peek(r, 4 * (2 * column + n) + q));
   }
   for (int row = 0; row < 2; row++)
     for (int n = 0; n < 2; n++) {
@@ -99,6 +108,8 @@ inline void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_
   emu::rdv_leave(r);
 }
 
-inline float exp2_fast(float x) { return exp2f(x); }
+inline float exp2_fast(float x) {
+  return exp2f(x);
+}
 
 }  // namespace paged

@@ -56,11 +56,11 @@ using Arguments = std::vector<Argument>;
 template <typename P>
 P parameter(const char* kernel, const Arguments& arguments, size_t i) {
   const Argument& a = arguments[i];
-  bool fits = std::is_pointer<P>::value             ? a.tag <= 1
-              : std::is_same<P, uint32_t>::value    ? a.tag == 2
-              : std::is_same<P, int64_t>::value     ? a.tag == 3
-              : std::is_same<P, float>::value       ? a.tag == 4
-                                                    : false;
+  bool fits = std::is_pointer<P>::value          ? a.tag <= 1
+              : std::is_same<P, uint32_t>::value ? a.tag == 2
+              : std::is_same<P, int64_t>::value  ? a.tag == 3
+              : std::is_same<P, float>::value    ? a.tag == 4
+                                                 : false;
   if (!fits) emu::fail("%s: argument %zu has tag %d", kernel, i, a.tag);
   return emu::from_bits<P>(a.bits);
 }
@@ -71,9 +71,7 @@ void call(const char* name, void (*f)(P...), const Arguments& arguments, std::in
 }
 template <typename... P>
 Kernel wrap(const char* name, void (*f)(P...)) {
-  return [=](const Arguments& arguments) {
-    call(name, f, arguments, std::index_sequence_for<P...>());
-  };
+  return [=](const Arguments& arguments) { call(name, f, arguments, std::index_sequence_for<P...>()); };
 }
 template <typename... P>
 constexpr size_t arity(void (*)(P...)) {
@@ -85,17 +83,19 @@ struct Entry {
 };
 
 #define ENTRY(name) {#name, {arity(name), wrap(#name, name)}},
-#define ENTRIES_OF_CACHE(type)                                              \
-  ENTRY(write_kv_f32_##type) ENTRY(write_kv_f16_##type) ENTRY(write_kv_bf16_##type) \
-  ENTRY(attend_simt_##type##_d64) ENTRY(attend_simt_##type##_d128)          \
-  ENTRY(attend_simt_##type##_d256) ENTRY(attend_simt_##type##_d512)
-#define ENTRIES_OF_TENSOR_CORES(type)                                            \
-  ENTRY(decode_mma_##type##_d64) ENTRY(decode_mma_##type##_d128) ENTRY(decode_mma_##type##_d256) \
-  ENTRY(prefill_mma_##type##_d64) ENTRY(prefill_mma_##type##_d128) ENTRY(prefill_mma_##type##_d256)
-const std::map<std::string, Entry> kernels = {
-    ENTRIES_OF_CACHE(f32) ENTRIES_OF_CACHE(f16) ENTRIES_OF_CACHE(bf16)
-    ENTRIES_OF_TENSOR_CORES(f16) ENTRIES_OF_TENSOR_CORES(bf16)
-    ENTRY(copy_blocks_b16) ENTRY(copy_blocks_b32) ENTRY(reduce) ENTRY(merge_states)};
+#define ENTRIES_OF_CACHE(type)                                                                 \
+  ENTRY(write_kv_f32_##type)                                                                   \
+  ENTRY(write_kv_f16_##type)                                                                   \
+  ENTRY(write_kv_bf16_##type) ENTRY(attend_simt_##type##_d64) ENTRY(attend_simt_##type##_d128) \
+      ENTRY(attend_simt_##type##_d256) ENTRY(attend_simt_##type##_d512)
+#define ENTRIES_OF_TENSOR_CORES(type)                                                              \
+  ENTRY(decode_mma_##type##_d64)                                                                   \
+  ENTRY(decode_mma_##type##_d128)                                                                  \
+  ENTRY(decode_mma_##type##_d256) ENTRY(prefill_mma_##type##_d64) ENTRY(prefill_mma_##type##_d128) \
+      ENTRY(prefill_mma_##type##_d256)
+const std::map<std::string, Entry> kernels = {ENTRIES_OF_CACHE(f32) ENTRIES_OF_CACHE(f16) ENTRIES_OF_CACHE(
+    bf16) ENTRIES_OF_TENSOR_CORES(f16) ENTRIES_OF_TENSOR_CORES(bf16) ENTRY(copy_blocks_b16)
+                                                  ENTRY(copy_blocks_b32) ENTRY(reduce) ENTRY(merge_states)};
 
 struct Buffer {
   char* start;
