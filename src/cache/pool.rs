@@ -106,10 +106,6 @@ impl CacheConfig {
         self
     }
 
-<<<<<<< HEAD
-    /// Blocks of each group of `spec` on `device`.
-    pub(super) fn blocks_per_group(&self, spec: &CacheSpec, device: &Device) -> Result<Vec<usize>> {
-=======
     /// Takes host memory for sequences that are [swapped out], all of it when the cache is
     /// made. A byte budget is divided between groups as that of the cache is.
     ///
@@ -144,20 +140,25 @@ impl CacheConfig {
         self
     }
 
-    /// Blocks of each group of `spec`.
-    pub(super) fn blocks_per_group(&self, spec: &CacheSpec) -> Result<Vec<usize>> {
-        self.blocks_of("size", self.size, spec)
+    /// Blocks of each group of `spec` on `device`.
+    pub(super) fn blocks_per_group(&self, spec: &CacheSpec, device: &Device) -> Result<Vec<usize>> {
+        self.blocks_of("size", self.size, spec, device)
     }
 
     /// Host blocks of each group of `spec`, if there are to be any.
     pub(super) fn host_blocks_per_group(&self, spec: &CacheSpec) -> Result<Option<Vec<usize>>> {
         self.host
-            .map(|size| self.blocks_of("host", size, spec))
+            .map(|size| self.blocks_of("host", size, spec, &Device::Cpu))
             .transpose()
     }
 
-    fn blocks_of(&self, what: &str, size: CacheSize, spec: &CacheSpec) -> Result<Vec<usize>> {
->>>>>>> main
+    fn blocks_of(
+        &self,
+        what: &str,
+        size: CacheSize,
+        spec: &CacheSpec,
+        device: &Device,
+    ) -> Result<Vec<usize>> {
         check_block_size(OP, self.block_size)?;
         let blocks = match size {
             CacheSize::Blocks(blocks) => vec![blocks; spec.groups.len()],

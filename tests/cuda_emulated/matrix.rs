@@ -74,7 +74,7 @@ fn check(
         "case {case}: {group} x {kv_heads} heads, dims {dim}/{}, blocks of {block_size}, {types:?}, {options:?}",
         setup.dims.v_dim
     );
-    let state = case % 3 == 0 && options.sinks.is_none();
+    let state = case.is_multiple_of(3) && options.sinks.is_none();
     let job = attention(&batch, &options, state, None);
     emulator.check(&job, Schedule::of(case), &what);
 }
