@@ -767,6 +767,22 @@ fn rewinding_into_a_registered_block_keeps_it_intact() {
 }
 
 #[test]
+fn free_memory_is_a_fraction_and_needs_a_gpu() {
+    let spec = CacheSpec::uniform(1, 2, 8, DType::F32).unwrap();
+    let refused = |fraction| {
+        let config = CacheConfig::free_memory(fraction);
+        match PagedKvCache::new(&spec, &config, &Device::Cpu) {
+            Err(Error::InvalidArgument { what, got, .. }) if what == "size" => got,
+            other => panic!("{other:?}"),
+        }
+    };
+    assert!(refused(0.5).contains("Cpu"), "{}", refused(0.5));
+    for fraction in [0.0, -0.5, 1.01, f64::NAN, f64::INFINITY] {
+        assert_eq!(refused(fraction), fraction.to_string());
+    }
+}
+
+#[test]
 fn a_byte_budget_is_divided_by_the_expected_length() {
     let shapes = [
         LayerShape {

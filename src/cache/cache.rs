@@ -58,8 +58,10 @@ impl PagedKvCache {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] for a block size that is not a power of two from 1 to 256, a
-    /// size without a block in each group or beyond the memory of a CPU, or a spec that
-    /// contradicts itself; [`Error::Candle`] if another device has no memory.
+    /// size without a block in each group or beyond the memory of a CPU, a spec that
+    /// contradicts itself, a fraction of free memory on a device that is not CUDA, or a CUDA
+    /// device on the per-thread default stream (make it with
+    /// [`Device::new_cuda_with_stream`]); [`Error::Candle`] if another device has no memory.
     pub fn new(spec: &CacheSpec, config: &CacheConfig, device: &Device) -> Result<Self> {
         Self::with_policy(spec, config, device, || Box::new(Lru))
     }
@@ -76,7 +78,8 @@ impl PagedKvCache {
         mut policy: impl FnMut() -> Box<dyn EvictionPolicy>,
     ) -> Result<Self> {
         spec.check()?;
-        let blocks = config.blocks_per_group(spec)?;
+        ops::check_stream("paged_kv_cache", device)?;
+        let blocks = config.blocks_per_group(spec, device)?;
         if device.is_cpu() {
             check_memory(spec, &blocks, config.block_size)?;
         }

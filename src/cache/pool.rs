@@ -5,6 +5,7 @@ use candle_core::{Device, Tensor};
 use super::spec::{CacheSpec, GroupSpec};
 use crate::block::check_block_size;
 use crate::error::{Error, Result};
+use crate::ops;
 
 const OP: &str = "paged_kv_cache";
 
@@ -12,7 +13,7 @@ const OP: &str = "paged_kv_cache";
 pub const DEFAULT_BLOCK_SIZE: usize = 16;
 
 /// How large a cache is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 #[non_exhaustive]
 pub enum CacheSize {
     /// A budget for all groups together, in bytes. Groups share it so that sequences of
@@ -23,10 +24,14 @@ pub enum CacheSize {
     /// Tokens that one full-attention group must hold: `ceil(tokens / block_size)` blocks in
     /// each group. A model's context length is the usual value.
     Tokens(usize),
+    /// A fraction, above 0 and at most 1, of the device memory that is free when the cache is
+    /// made, divided like [`CacheSize::Bytes`]. Load the weights first and leave room for
+    /// activations: 0.9 is usual. Only on CUDA; not yet run on a GPU.
+    FreeMemory(f64),
 }
 
 /// Size and block size of a [`PagedKvCache`](super::PagedKvCache).
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 #[non_exhaustive]
 pub struct CacheConfig {
     /// How large the cache is.
@@ -73,6 +78,11 @@ impl CacheConfig {
     /// sequence of full length.
     pub fn tokens(tokens: usize) -> Self {
         Self::new(CacheSize::Tokens(tokens))
+    }
+
+    /// A fraction of the free memory of a CUDA device, see [`CacheSize::FreeMemory`].
+    pub fn free_memory(fraction: f64) -> Self {
+        Self::new(CacheSize::FreeMemory(fraction))
     }
 
     /// Tokens per block: a power of two from 1 to 256 (checked when the cache is made).
@@ -130,24 +140,33 @@ impl CacheConfig {
         self
     }
 
-    /// Blocks of each group of `spec`.
-    pub(super) fn blocks_per_group(&self, spec: &CacheSpec) -> Result<Vec<usize>> {
-        self.blocks_of("size", self.size, spec)
+    /// Blocks of each group of `spec` on `device`.
+    pub(super) fn blocks_per_group(&self, spec: &CacheSpec, device: &Device) -> Result<Vec<usize>> {
+        self.blocks_of("size", self.size, spec, device)
     }
 
     /// Host blocks of each group of `spec`, if there are to be any.
     pub(super) fn host_blocks_per_group(&self, spec: &CacheSpec) -> Result<Option<Vec<usize>>> {
         self.host
-            .map(|size| self.blocks_of("host", size, spec))
+            .map(|size| self.blocks_of("host", size, spec, &Device::Cpu))
             .transpose()
     }
 
-    fn blocks_of(&self, what: &str, size: CacheSize, spec: &CacheSpec) -> Result<Vec<usize>> {
+    fn blocks_of(
+        &self,
+        what: &str,
+        size: CacheSize,
+        spec: &CacheSpec,
+        device: &Device,
+    ) -> Result<Vec<usize>> {
         check_block_size(OP, self.block_size)?;
         let blocks = match size {
             CacheSize::Blocks(blocks) => vec![blocks; spec.groups.len()],
             CacheSize::Tokens(tokens) => vec![tokens.div_ceil(self.block_size); spec.groups.len()],
             CacheSize::Bytes(budget) => self.divide(spec, budget)?,
+            CacheSize::FreeMemory(fraction) => {
+                self.divide(spec, part_of_free_memory(fraction, device)?)?
+            }
         };
         let given = || format!("{size:?} with blocks of {} tokens", self.block_size);
         if blocks.contains(&0) {
@@ -208,6 +227,19 @@ impl GroupSpec {
             position.saturating_add(1).saturating_sub(window)
         })
     }
+}
+
+fn part_of_free_memory(fraction: f64, device: &Device) -> Result<u64> {
+    if !(fraction > 0.0 && fraction <= 1.0) {
+        return Err(Error::InvalidArgument {
+            op: OP,
+            what: "size".into(),
+            expected: "a fraction of the free memory above 0 and at most 1".into(),
+            got: fraction.to_string(),
+        });
+    }
+    let free = ops::free_memory(OP, device)?;
+    Ok((free as f64 * fraction) as u64)
 }
 
 /// Bytes of one block of a group, K and V of all its layers.

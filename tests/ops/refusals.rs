@@ -1,16 +1,17 @@
 //! c12: arguments that do not fit, each a typed error that names what was given.
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Tensor};
 use candle_paged_attn::ops::{
     AttentionOptions, AttnState, PageTable, copy_blocks, gather_kv, merge_states, paged_attention,
     paged_attention_state, portable, write_kv,
 };
 use candle_paged_attn::{Error, Result};
 
+use crate::common::device;
 use crate::common::paged::bits;
 
 fn zeros(dims: &[usize], dtype: DType) -> Tensor {
-    Tensor::zeros(dims, dtype, &Device::Cpu).unwrap()
+    Tensor::zeros(dims, dtype, device()).unwrap()
 }
 
 fn table() -> PageTable {
