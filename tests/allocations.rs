@@ -6,9 +6,12 @@
 mod common;
 
 use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use candle_core::Tensor;
+use candle_core::{DType, Device, Tensor};
+use candle_paged_attn::PagedAttention;
+use candle_paged_attn::cache::{AddOptions, CacheConfig, CacheSpec, Feed, PagedKvCache};
 use candle_paged_attn::ops::{paged_attention, write_kv};
 use common::paged::{Batch, Setup, bits};
 
@@ -64,8 +67,12 @@ fn a_step(batch: &Batch, k: &Tensor, v: &Tensor) -> (usize, usize) {
     (bytes[25], largest[25])
 }
 
+/// Tests of one binary run side by side, and all of them are counted.
+static ALONE: Mutex<()> = Mutex::new(());
+
 #[test]
 fn c19_no_allocation_grows_with_the_length() {
+    let _alone = ALONE.lock().unwrap();
     for rows in [1, 48] {
         let (mut bytes, mut largest) = (Vec::new(), Vec::new());
         // Longest first: buffers that are kept have their size from then on.
@@ -101,4 +108,46 @@ fn c19_no_allocation_grows_with_the_length() {
             "largest allocation at lengths 4096, 2048, 1024, 257, 64: {largest:?}"
         );
     }
+}
+
+#[test]
+fn c19_a_decode_step_of_the_cache_allocates_the_same_at_any_length() {
+    let _alone = ALONE.lock().unwrap();
+    let spec = CacheSpec::uniform(1, 2, 32, DType::F32).unwrap();
+    let cache = PagedKvCache::new(&spec, &CacheConfig::tokens(4200), &Device::Cpu).unwrap();
+    let attention = PagedAttention::new(1.0);
+    let row = |heads: usize| Tensor::ones((1, heads, 32), DType::F32, &Device::Cpu).unwrap();
+    let (q, k) = (row(4), row(2));
+    let id = cache.add(&[0; 4200], AddOptions::default()).unwrap().id;
+    let step = || {
+        let plan = cache.plan(&[Feed::new(id, &[1])]).unwrap();
+        drop(attention.forward(0, &q, &k, &k, &plan).unwrap());
+        plan.commit().unwrap();
+    };
+    cache
+        .plan(&[Feed::new(id, &[0; 4105])])
+        .unwrap()
+        .commit()
+        .unwrap();
+    let mut bytes = Vec::new();
+    // Each length lies in the middle of a block, as far from its edges as the others.
+    for len in [4105, 2057, 1033, 265, 73] {
+        cache.truncate(id, len).unwrap();
+        let mut samples: Vec<usize> = (0..51)
+            .map(|_| {
+                let before = BYTES.load(Ordering::Relaxed);
+                step();
+                let used = BYTES.load(Ordering::Relaxed) - before;
+                cache.truncate(id, len).unwrap();
+                used
+            })
+            .collect();
+        samples.sort_unstable();
+        bytes.push(samples[25]);
+    }
+    assert!(bytes[4] >= 4 * 32 * 4, "the counter counts");
+    assert!(
+        bytes.iter().all(|&at_length| at_length <= bytes[4] + 64),
+        "bytes at lengths 4105, 2057, 1033, 265, 73: {bytes:?}"
+    );
 }

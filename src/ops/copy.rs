@@ -19,7 +19,7 @@ use crate::error::Result;
 ///
 /// # Errors
 /// Typed errors for a wrong rank or dtype, an id outside one of the caches, or two pairs with
-/// one target; on error nothing has changed.
+/// one target; on error nothing has changed. A tensor that is given twice is copied twice.
 pub fn copy_blocks(caches: &[&Tensor], pairs: &[(u32, u32)]) -> Result<()> {
     const OP: &str = "copy_blocks";
     for cache in caches {

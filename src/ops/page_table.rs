@@ -189,7 +189,7 @@ impl PageTable {
 
     /// Makes room for `pages` listed pages and `rows` query rows, so that filling the table
     /// up to there allocates nothing.
-    pub fn reserve(&mut self, sequences: usize, pages: usize, rows: usize) {
+    pub(crate) fn reserve(&mut self, sequences: usize, pages: usize, rows: usize) {
         self.indices.reserve(pages);
         self.slots.reserve(rows);
         for array in [

@@ -229,6 +229,11 @@ fn options_that_do_not_fit() {
         &["sinks", "NaN"],
         set(plain().with_sinks(vec![f32::NAN; 4])),
     );
+    refused(
+        4,
+        &["sinks", "inf"],
+        set(plain().with_sinks(vec![0.0, f32::NEG_INFINITY, f32::INFINITY, 0.0])),
+    );
     // Only the states: sinks enter once, at the end.
     refused(
         2,

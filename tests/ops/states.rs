@@ -5,8 +5,8 @@ use candle_paged_attn::ops::{PageTable, merge_states, paged_attention_state};
 
 use crate::common::paged::{Setup, close, close_lse};
 
-/// The queries attend to a prefix (as a sequence of its own, seen whole by appending the rows
-/// behind it) and to the rest; merged they have seen everything.
+/// One query over the first pages of its context, and over the others; merged, it has seen all.
+/// A single row stands at the end of what its table lists, so it sees the whole part.
 #[test]
 fn split_contexts_merge_to_the_whole() {
     for dtype in [DType::F32, DType::BF16] {

@@ -13,7 +13,7 @@ use super::disjoint::Disjoint;
 use super::element::{self, Element, for_dtype};
 use super::plan::{Cut, Kernel, SeqPlan, Task};
 use super::prefill::matrix_task;
-use super::scores::Running;
+use super::scores::{Running, base};
 use crate::error::Result;
 use crate::ops::check::MAX_DIM;
 use crate::ops::{AttentionOptions, PageTable};
@@ -39,6 +39,7 @@ impl Workspace {
         cut: Cut {
             plans: Vec::new(),
             tasks: Vec::new(),
+            merges: Vec::new(),
             records: 0,
         },
         records: Vec::new(),
@@ -120,13 +121,9 @@ fn run<T: Element>(
         records: Disjoint::new(&mut workspace.records),
         out: Output::new(&mut out, elements)?,
     };
-    let tasks = &workspace.cut.tasks;
+    let (tasks, merges) = (&workspace.cut.tasks, &workspace.cut.merges);
     in_parallel(tasks.len(), |i| call.run_task(tasks[i]));
-    for plan in call.plans.iter().filter(|plan| plan.chunks > 1) {
-        in_parallel(plan.rows.len() * heads, |i| {
-            call.merge(plan, i / heads, i % heads);
-        });
-    }
+    in_parallel(merges.len(), |i| call.merge(merges[i]));
     WORKSPACE.set(workspace);
     Ok(out)
 }
@@ -222,27 +219,31 @@ impl<'a, T: Element> Call<'a, T> {
         record[2..].copy_from_slice(accumulator);
     }
 
-    /// Merges the chunks of one row and head, first to last.
-    fn merge(&self, plan: &SeqPlan, row: usize, head: usize) {
-        let records = || (0..plan.chunks).map(|chunk| &*self.record(plan, chunk, row, head));
-        let max = records().fold(f32::NEG_INFINITY, |max, record| max.max(record[0]));
-        let base = if max == f32::NEG_INFINITY { 0.0 } else { max };
-        let mut buffer = [0f32; MAX_DIM];
-        let accumulator = &mut buffer[..self.v_dim];
-        let mut sum = 0.0;
-        for record in records() {
-            let weight = (record[0] - base).exp();
-            sum += weight * record[1];
-            for (a, x) in accumulator.iter_mut().zip(&record[2..]) {
-                *a += weight * x;
+    /// Merges the chunks of one row, for the heads of one KV head, first chunk to last.
+    fn merge(&self, task: Task) {
+        let plan = &self.plans[task.plan as usize];
+        let (row, kv_head) = (task.row as usize, task.head as usize);
+        for head in kv_head * self.group..(kv_head + 1) * self.group {
+            let records = || (0..plan.chunks).map(|chunk| &*self.record(plan, chunk, row, head));
+            let max = records().fold(f32::NEG_INFINITY, |max, record| max.max(record[0]));
+            let base = base(max);
+            let mut buffer = [0f32; MAX_DIM];
+            let accumulator = &mut buffer[..self.v_dim];
+            let mut sum = 0.0;
+            for record in records() {
+                let weight = (record[0] - base).exp();
+                sum += weight * record[1];
+                for (a, x) in accumulator.iter_mut().zip(&record[2..]) {
+                    *a += weight * x;
+                }
             }
+            self.finish(
+                plan.rows.start + row,
+                head,
+                Running { max, sum },
+                accumulator,
+            );
         }
-        self.finish(
-            plan.rows.start + row,
-            head,
-            Running { max, sum },
-            accumulator,
-        );
     }
 
     /// Normalises and writes one output row; `row` counts through the batch.

@@ -1,8 +1,8 @@
 //! The kernels for a CPU. The only folder of the ops with `unsafe`: what crosses into it was
-//! checked at the public door, and each file says which of those checks it relies on.
+//! checked at the public door (`ops::check`), and nothing is checked twice.
 //!
-//! [`attention`] plans tasks and merges their results; `decode` and `prefill` compute one task
-//! each; `simd` compiles both for the instruction sets of the machine.
+//! `plan` cuts a call into tasks, `attention` runs them and merges their results; `decode` and
+//! `prefill` compute one task each; `simd` compiles both for the machine's instruction sets.
 #![allow(unsafe_code)]
 
 mod attention;

@@ -39,7 +39,7 @@ pub(super) enum Kernel {
     Matrix { rows: usize },
 }
 
-/// A unit of work.
+/// A unit of work; a merge is of all chunks.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Task {
     /// Index into the plans.
@@ -56,6 +56,8 @@ pub(super) struct Task {
 pub(super) struct Cut {
     pub plans: Vec<SeqPlan>,
     pub tasks: Vec<Task>,
+    /// What to merge afterwards: one entry per row and KV head of a split sequence.
+    pub merges: Vec<Task>,
     /// Records of partial results: one per (chunk, row, head) of a split sequence.
     pub records: usize,
 }
@@ -78,6 +80,7 @@ impl Cut {
     pub(super) fn fill(&mut self, table: &PageTable, mask: Mask, heads: usize, kv_heads: usize) {
         self.plans.clear();
         self.tasks.clear();
+        self.merges.clear();
         self.records = 0;
         let group = heads / kv_heads;
         for seq in 0..table.num_seqs() {
@@ -111,14 +114,13 @@ impl Cut {
 
     fn push_tasks(&mut self, plan: &SeqPlan, kv_heads: usize) {
         let index = self.plans.len() as u32;
-        let mut push = |chunk: usize, head: usize, row: usize| {
-            self.tasks.push(Task {
-                plan: index,
-                chunk: chunk as u32,
-                head: head as u32,
-                row: row as u32,
-            });
+        let task = |chunk: usize, head: usize, row: usize| Task {
+            plan: index,
+            chunk: chunk as u32,
+            head: head as u32,
+            row: row as u32,
         };
+        let mut push = |chunk, head, row| self.tasks.push(task(chunk, head, row));
         match plan.kernel {
             Kernel::Stream => (0..plan.chunks).for_each(|chunk| push(chunk, 0, 0)),
             // The last rows see the most keys: longest first keeps all threads busy to the end.
@@ -128,6 +130,12 @@ impl Cut {
                         (0..kv_heads).for_each(|head| push(chunk, head, row));
                     }
                 }
+            }
+        }
+        if plan.chunks > 1 {
+            for row in 0..plan.rows.len() {
+                self.merges
+                    .extend((0..kv_heads).map(|head| task(0, head, row)));
             }
         }
     }

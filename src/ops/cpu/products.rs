@@ -236,3 +236,102 @@ fn weigh_columns<S: Simd, T: Element, const H: usize, const C: usize>(
 fn fetch<S: Simd, T>(simd: S, row: &[T], at: usize) {
     simd.prefetch(row.as_ptr().wrapping_add(at));
 }
+
+#[cfg(test)]
+mod tests {
+    use half::{bf16, f16};
+
+    use super::super::simd::{Task, dispatch_to_each};
+    use super::*;
+
+    /// Both products of `n` query vectors of `dim` elements with tokens of type `T`.
+    #[derive(Clone)]
+    struct Products<T> {
+        n: usize,
+        dim: usize,
+        from_f32: fn(f32) -> T,
+    }
+
+    fn ramp(len: usize, step: usize) -> Vec<f32> {
+        (0..len)
+            .map(|i| ((i * step) % 23) as f32 / 8.0 - 1.25)
+            .collect()
+    }
+
+    fn assert_near(got: f32, want: f64) {
+        let size = want.abs().max(1.0);
+        assert!((f64::from(got) - want).abs() < 1e-5 * size, "{got} {want}");
+    }
+
+    impl<T: Element> Task for Products<T> {
+        fn run<S: Simd>(self, simd: S) {
+            let Self { n, dim, from_f32 } = self;
+            let stride = n + 3;
+            let q = ramp(n * dim, 7);
+            // All values are exact in 16 bits.
+            let tokens: Vec<Vec<T>> = (0..5)
+                .map(|j| ramp(dim, j + 5).into_iter().map(from_f32).collect())
+                .collect();
+            let rows: Vec<&[T]> = tokens.iter().map(|row| &row[..]).collect();
+            let wide = |j: usize, x: usize| f64::from(rows[j][x].to_f32());
+
+            let mut out = vec![f32::NAN; TOKENS * stride];
+            let four = [rows[0], rows[1], rows[2], rows[3]];
+            dots(simd, &q, dim, four, four, &mut out, stride);
+            for j in 0..TOKENS {
+                for i in 0..n {
+                    let want = (0..dim)
+                        .map(|x| f64::from(q[i * dim + x]) * wide(j, x))
+                        .sum();
+                    assert_near(out[j * stride + i], want);
+                }
+                assert!(out[j * stride + n..][..3].iter().all(|x| x.is_nan()));
+            }
+
+            let (shrink, weights) = (ramp(n, 3), ramp(5 * stride, 11));
+            let old = ramp(n * dim, 13);
+            let mut sums = old.clone();
+            weigh(
+                simd,
+                &mut sums,
+                dim,
+                &shrink,
+                (&weights, stride),
+                &rows,
+                &rows[..2],
+            );
+            for i in 0..n {
+                for x in 0..dim {
+                    let kept = f64::from(old[i * dim + x]) * f64::from(shrink[i]);
+                    let new: f64 = (0..5)
+                        .map(|j| f64::from(weights[j * stride + i]) * wide(j, x))
+                        .sum();
+                    assert_near(sums[i * dim + x], kept + new);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn products_on_every_instruction_set() {
+        for n in [1, 3, 4, 7] {
+            for dim in [8, 24, 40, 64, 80, 120, 128] {
+                dispatch_to_each(Products::<f32> {
+                    n,
+                    dim,
+                    from_f32: |x| x,
+                });
+                dispatch_to_each(Products {
+                    n,
+                    dim,
+                    from_f32: f16::from_f32,
+                });
+                dispatch_to_each(Products {
+                    n,
+                    dim,
+                    from_f32: bf16::from_f32,
+                });
+            }
+        }
+    }
+}

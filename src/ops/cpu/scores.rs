@@ -176,7 +176,7 @@ pub(super) fn tanh(x: f32) -> f32 {
 
 #[cfg(test)]
 mod tests {
-    use super::super::simd::Plain;
+    use super::super::simd::{Plain, Task, dispatch_to_each};
     use super::*;
 
     #[test]
@@ -210,18 +210,30 @@ mod tests {
         assert!(tanh(f32::NAN).is_nan());
     }
 
+    /// A row in parts has the sum of the whole.
+    #[derive(Clone)]
+    struct Parts;
+
+    impl Task for Parts {
+        fn run<S: Simd>(self, simd: S) {
+            let scores: Vec<f32> = (0..100)
+                .map(|i| ((i * 37) % 41) as f32 * 0.3 - 5.0)
+                .collect();
+            let want: f64 = scores.iter().map(|&s| f64::from(s).exp()).sum();
+            let mut running = Running::EMPTY;
+            for part in scores.chunks(23) {
+                running.absorb(simd, &mut part.to_vec());
+            }
+            let lse = f64::from(running.max) + f64::from(running.sum).ln();
+            assert!((lse - want.ln()).abs() < 1e-6);
+            running.absorb(simd, &mut [f32::NAN; 17]);
+            assert!(running.sum.is_nan(), "a NaN that is seen must not be lost");
+        }
+    }
+
     #[test]
     fn a_row_absorbed_in_parts_has_the_sum_of_the_whole() {
-        let scores: Vec<f32> = (0..100)
-            .map(|i| ((i * 37) % 41) as f32 * 0.3 - 5.0)
-            .collect();
-        let want: f64 = scores.iter().map(|&s| f64::from(s).exp()).sum();
-        let mut running = Running::EMPTY;
-        for part in scores.chunks(23) {
-            running.absorb(Plain, &mut part.to_vec());
-        }
-        let lse = f64::from(running.max) + f64::from(running.sum).ln();
-        assert!((lse - want.ln()).abs() < 1e-6);
+        dispatch_to_each(Parts);
     }
 
     #[test]

@@ -64,6 +64,21 @@ pub(super) fn dispatch<T: Task>(task: T) {
     task.run(Plain);
 }
 
+/// Runs a task on every instruction set that the machine has.
+#[cfg(test)]
+pub(super) fn dispatch_to_each<T: Task + Clone>(task: T) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        if let Some(simd) = x86::Avx512::detect() {
+            simd.run(task.clone());
+        }
+        if let Some(simd) = x86::Avx2::detect() {
+            simd.run(task.clone());
+        }
+    }
+    task.run(Plain);
+}
+
 /// What the target always has, by the compiler's own vectorisation.
 #[derive(Clone, Copy)]
 pub(super) struct Plain;

@@ -1,0 +1,91 @@
+#!/usr/bin/env bash
+# Shows that the op tests can fail: plants one small fault after the other into a copy of the
+# tree and demands that `cargo test --test ops` notices each of them.
+#
+#   scripts/planted_faults.sh [NAME...]     all faults, or those named
+#
+# Build products go to $CARGO_TARGET_DIR (default: target/), so dependencies are built once.
+set -euo pipefail
+
+root=$(cd "$(dirname "$0")/.." && pwd)
+export CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-$root/target}
+# A panic is the expected outcome here; its backtraces are not.
+export RUST_BACKTRACE=0
+copy=$(mktemp -d)
+trap 'rm -rf "$copy"' EXIT
+(cd "$root" && tar cf - --exclude=./target --exclude=./.git .) | tar xf - -C "$copy"
+cd "$copy"
+
+# name | file | text to find | text to put there; no text holds a bar
+faults() {
+    cat <<'LIST'
+window_one_too_wide|src/ops/options.rs|(pos + 1).saturating_sub(window)|pos.saturating_sub(window)
+last_token_lost|src/ops/cpu/scores.rs|(position + 1).min(len)|position.min(len)
+last_token_lost_portable|src/ops/portable.rs|key <= query &&|key < query &&
+token_past_the_length|src/ops/cpu/plan.rs|visible(mask, first_row, len).start..len;|visible(mask, first_row, len).start..len.next_multiple_of(table.block_size());
+wrong_kv_head_decode|src/ops/cpu/decode.rs|of_head(&tile[token..], head, k_dim)|of_head(&tile[token..], (head + 1) % kv_heads, k_dim)
+wrong_kv_head_prefill|src/ops/cpu/prefill.rs|pack(&v, first, n, self.head, self.v, call.v_dim)|pack(&v, first, n, 0, self.v, call.v_dim)
+wrong_query_head_decode|src/ops/cpu/lanes.rs|kv_head * self.group + within % self.group|kv_head + within % self.group
+swapped_slopes_decode|src/ops/cpu/lanes.rs|of_row.zip(slopes.chunks_exact(self.group))|of_row.zip(slopes.rchunks_exact(self.group))
+swapped_slopes_prefill|src/ops/cpu/scores.rs|slopes[head]|slopes[slopes.len() - 1 - head]
+slope_off_by_one|src/ops/cpu/scores.rs|first as i64 - position;|first as i64 - position + 1;
+cap_left_out_decode|src/ops/cpu/lanes.rs|cap * tanh(*s * inverse)|cap * (*s * inverse)
+cap_left_out_prefill|src/ops/cpu/scores.rs|cap * tanh(*s * inverse)|cap * (*s * inverse)
+sink_of_another_head|src/ops/cpu/attention.rs|(sinks[head] - top)|(sinks[0] - top)
+chunk_weight_left_out|src/ops/cpu/attention.rs|sum += weight * record[1]|sum += record[1]
+rescaling_left_out|src/ops/cpu/prefill.rs|if shrink != 1.0|if shrink == 1.0
+cut_depends_on_batch|src/ops/cpu/plan.rs|cut(rows.len(), keys.len(), group)|cut(rows.len(), keys.len() / table.num_seqs(), group)
+released_pages_forgotten|src/ops/cpu/cache.rs|(token >> self.shift) - self.first_page|(token >> self.shift)
+padding_written|src/ops/cpu/rows.rs|usize::try_from(slot) else|usize::try_from(slot.max(0)) else
+copies_in_order|src/ops/cpu/rows.rs|late.then(|false.then(
+alias_not_seen|src/ops/check.rs|for cache in [k_cache, v_cache] {|for cache in [k_cache] {
+LIST
+}
+
+# Replaces the first occurrence of a text by another, and fails if there is none.
+plant() {
+    local file=$1 find=$2 put=$3
+    cp "$file" "$file.sound"
+    # Both texts are literal: what sed would read as more than itself is quoted.
+    find=$(printf '%s' "$find" | sed 's/[][\.*^$/]/\\&/g')
+    put=$(printf '%s' "$put" | sed 's/[\&/]/\\&/g')
+    sed -i.old "s/$find/$put/" "$file" && rm "$file.old"
+    if cmp -s "$file" "$file.sound"; then
+        echo "cannot plant in $file: the text is no longer there" >&2
+        exit 2
+    fi
+}
+
+tests_pass() {
+    cargo test --quiet --test ops >"$copy/log" 2>&1
+}
+
+if ! tests_pass; then
+    cat "$copy/log"
+    echo "the tests fail without any fault" >&2
+    exit 2
+fi
+
+missed=0
+while IFS='|' read -r name file find put; do
+    if [ $# -gt 0 ] && [[ " $* " != *" $name "* ]]; then
+        continue
+    fi
+    plant "$file" "$find" "$put"
+    if tests_pass; then
+        echo "MISSED  $name"
+        missed=$((missed + 1))
+    elif grep -q '^error.*could not compile' "$copy/log"; then
+        grep -A8 '^error' "$copy/log" | head -20
+        echo "the fault $name does not compile" >&2
+        exit 2
+    else
+        echo "caught  $name by $(grep -c '^    [a-z_]*::' "$copy/log") tests"
+    fi
+    mv "$file.sound" "$file"
+done < <(faults)
+
+if [ "$missed" -gt 0 ]; then
+    echo "$missed faults were missed" >&2
+    exit 1
+fi
