@@ -45,6 +45,9 @@ impl Scheduler {
         if self.slots_taken() + sequence.width > self.config.max_sequences {
             return Ok(Admission::Refused);
         }
+        if sequence.swapped.is_some() {
+            return self.try_return(step, key);
+        }
         let options = self.options(sequence);
         let cost = self.cache.cost(&sequence.tokens, &options);
         if options.read_prefix && self.is_being_computed(step, sequence, cost.cached_tokens) {
@@ -75,6 +78,35 @@ impl Scheduler {
         Ok(Admission::Joined)
     }
 
+    /// A sequence in host memory comes back, on the same terms.
+    fn try_return(&mut self, step: &mut Step, key: SeqKey) -> Result<Admission> {
+        let computed = self.get(key)?.computed;
+        let others = self.running.len();
+        let needed = computed.div_ceil(self.block_size) + 1 + others;
+        if others > 0 && needed > step.free() {
+            return Ok(Admission::Refused);
+        }
+        let Some(id) = self.swap_in(key, others == 0)? else {
+            return match self.get(key)?.swapped {
+                Some(_) => Ok(Admission::Refused),
+                None => self.try_admit(step, key),
+            };
+        };
+        step.available = self.cache.available_blocks();
+        let sequence = self.get_mut(key)?;
+        let rank = sequence.rank();
+        sequence.held = Some(id);
+        let (pending, running) = (sequence.pending(), sequence.running_rank());
+        self.waiting.remove(&rank);
+        self.insert_running(running);
+        let fitting = self.rows_that_fit(computed, step.free());
+        let rows = pending.min(step.budget).min(fitting);
+        if rows > 0 {
+            self.push(step, Chunk { key, rows })?;
+        }
+        Ok(Admission::Joined)
+    }
+
     /// Sequences that run, with those that forks of a prompt will add.
     fn slots_taken(&self) -> usize {
         let widths = self
@@ -86,6 +118,11 @@ impl Scheduler {
 
     pub(super) fn options(&self, sequence: &Sequence) -> AddOptions {
         let options = AddOptions::default().with_namespace(sequence.namespace.clone());
+        let options = if sequence.preempted {
+            options.recomputed()
+        } else {
+            options
+        };
         if !self.config.prefix_cache {
             options.unindexed()
         // A cached row has no logits.

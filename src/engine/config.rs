@@ -4,6 +4,22 @@ use super::request::{OP, refuse};
 use crate::cache::{CacheSpec, PagedKvCache};
 use crate::error::{Error, Result};
 
+/// What becomes of the K/V of a sequence that gives way.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Preemption {
+    /// They are dropped, and computed again from wherever the prefix index still has them.
+    Recompute,
+    /// They are moved to host memory. If the cache has none, or it is full, as `Recompute`.
+    Swap,
+    /// `Swap` where moving the blocks out and in takes less time than computing their tokens
+    /// would, by what both have taken so far; else `Recompute`.
+    ///
+    /// Both costs grow with the length of the sequence, so neither is right for every machine
+    /// and model: a large model makes tokens dear, and a slow bus makes bytes dear.
+    Cheaper,
+}
+
 /// How an [`Engine`](super::Engine) batches.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
@@ -18,6 +34,10 @@ pub struct EngineConfig {
     pub prefix_cache: bool,
     /// Steps after which a waiting sequence goes before every priority. Default 1024.
     pub max_wait: u64,
+    /// What becomes of the K/V of a sequence that gives way. Default
+    /// [`Preemption::Cheaper`]. Swapping needs a cache with host memory
+    /// ([`CacheConfig::with_host`](crate::cache::CacheConfig::with_host)).
+    pub preemption: Preemption,
     /// Seed of the requests that bring none. Default 0.
     pub seed: u64,
 }
@@ -29,6 +49,7 @@ impl Default for EngineConfig {
             max_batch_tokens: 512,
             prefix_cache: true,
             max_wait: 1024,
+            preemption: Preemption::Cheaper,
             seed: 0,
         }
     }

@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use super::scheduler::{Chunk, Scheduler};
+use super::sequence::Sequence;
 
 /// Events over which averages are taken.
 const WINDOW: usize = 256;
@@ -21,8 +22,10 @@ pub struct Stats {
     pub running: usize,
     /// Sequences that have never run and wait to.
     pub waiting: usize,
-    /// Sequences that lost their blocks and wait to come back.
+    /// Sequences that lost their blocks and wait to compute them again.
     pub preempted: usize,
+    /// Sequences that wait in host memory to come back.
+    pub swapped: usize,
     /// Requests that have ended.
     pub finished: u64,
     /// Steps of the model.
@@ -31,6 +34,8 @@ pub struct Stats {
     pub computed_tokens: u64,
     /// Times that a sequence was preempted.
     pub preemptions: u64,
+    /// Of these, times that it was moved to host memory.
+    pub swaps: u64,
     /// Times that a request was put off by a step because its prefix was being computed.
     pub deferrals: u64,
     /// Blocks of the pool, all groups together.
@@ -126,11 +131,12 @@ impl Metrics {
         let blocks = |f: fn(&crate::cache::GroupUsage) -> usize| usage.iter().map(f).sum();
         let rows: usize = usage.iter().map(|u| u.blocks_used).sum::<usize>() * scheduler.block_size;
         let stored: usize = usage.iter().map(|u| u.tokens).sum();
-        let preempted = scheduler
-            .sequences
-            .values()
-            .filter(|sequence| sequence.held.is_none() && sequence.preempted)
-            .count();
+        let count = |wanted: fn(&Sequence) -> bool| {
+            let waiting = scheduler.sequences.values().filter(|s| s.held.is_none());
+            waiting.filter(|sequence| wanted(sequence)).count()
+        };
+        let swapped = count(|sequence| sequence.swapped.is_some());
+        let preempted = count(|sequence| sequence.preempted && sequence.swapped.is_none());
         let (prompts, cached) = self
             .hits
             .0
@@ -139,12 +145,14 @@ impl Metrics {
         Stats {
             requests,
             running: scheduler.running.len(),
-            waiting: scheduler.sequences.len() - scheduler.running.len() - preempted,
+            waiting: count(|sequence| !sequence.preempted),
             preempted,
+            swapped,
             finished: self.finished,
             steps: self.steps,
             computed_tokens: self.computed,
             preemptions: scheduler.counts.preemptions,
+            swaps: scheduler.counts.swaps,
             deferrals: scheduler.counts.deferrals,
             blocks_total: blocks(|u| u.blocks_total),
             blocks_used: blocks(|u| u.blocks_used),

@@ -6,7 +6,7 @@
 //!
 //! The path of a request: [`Request`] is checked and queued (`request.rs`, `engine.rs`), each
 //! step (`step.rs`) the scheduler picks tokens of some sequences (`scheduler.rs`,
-//! `admission.rs`), the model runs them, each finished row of logits becomes a token
+//! `admission.rs`, `preemption.rs`), the model runs them, each finished row of logits becomes a token
 //! (`choose.rs`, with `sampler.rs` or `beam.rs`), a branch appends it and looks for a stop
 //! (`branch.rs`), and an [`Output`] leaves (`active.rs`).
 //!
@@ -44,6 +44,7 @@ mod handle;
 mod hook;
 mod metrics;
 mod output;
+mod preemption;
 mod random;
 mod request;
 mod sampler;
@@ -55,7 +56,7 @@ mod stop;
 mod stream;
 
 pub use beam::EarlyStopping;
-pub use config::EngineConfig;
+pub use config::{EngineConfig, Preemption};
 pub use engine::Engine;
 pub use generate::{Answer, Progress, Sample};
 pub use handle::EngineHandle;

@@ -3,8 +3,8 @@
 //! Running sequences come first: those that decode, one token each, then prompts that are
 //! half computed, in chunks of what is left of the token budget. What remains of the step goes
 //! to waiting sequences (`admission.rs`). When the pool has no block for a running sequence,
-//! the one of the last rank gives way: it loses its blocks, waits before its equals, and
-//! computes its tokens again, from wherever the prefix index still has them.
+//! the one of the last rank gives way (`preemption.rs`): it loses its blocks and waits before
+//! its equals.
 //!
 //! The first in rank never gives way, so every step computes tokens that stay computed, and
 //! every sequence is first one day.
@@ -12,6 +12,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::config::EngineConfig;
+use super::preemption::Costs;
 use super::request::RequestId;
 use super::sequence::{Rank, SeqKey, Sequence};
 use crate::cache::PagedKvCache;
@@ -65,6 +66,8 @@ pub(super) struct Counts {
     /// The same for sequences that came back: tokens, and those that were still cached.
     pub resumed_tokens: u64,
     pub resumed_cached_tokens: u64,
+    /// Sequences moved to host memory.
+    pub swaps: u64,
     /// Admissions put off because the prefix was being computed.
     pub deferrals: u64,
 }
@@ -82,6 +85,9 @@ pub(super) struct Scheduler {
     pub(super) counts: Counts,
     /// Requests that ran for the first time, with their cached tokens, since the last look.
     pub(super) started: Vec<(RequestId, usize)>,
+    pub(super) costs: Costs,
+    /// Whether the cache has host memory.
+    pub(super) has_host: bool,
     /// Requests of which a sequence was preempted, since the last look.
     pub(super) gave_way: Vec<RequestId>,
 }
@@ -90,6 +96,10 @@ impl Scheduler {
     pub(super) fn new(cache: PagedKvCache, config: EngineConfig) -> Self {
         Self {
             block_size: cache.block_size(),
+            has_host: cache
+                .usage()
+                .iter()
+                .any(|usage| usage.host_blocks_total > 0),
             cache,
             config,
             sequences: BTreeMap::new(),
@@ -99,6 +109,7 @@ impl Scheduler {
             counts: Counts::default(),
             started: Vec::new(),
             gave_way: Vec::new(),
+            costs: Costs::default(),
         }
     }
 
@@ -243,29 +254,6 @@ impl Scheduler {
         (computed.div_ceil(self.block_size) + free) * self.block_size - computed
     }
 
-    /// Takes the blocks of a running sequence. It waits, before its equals, and computes its
-    /// tokens again.
-    pub(super) fn preempt(&mut self, key: SeqKey) -> Result<()> {
-        let step = self.step;
-        let Some(id) = self.get_mut(key)?.held else {
-            return Ok(());
-        };
-        self.cache.remove(id)?;
-        self.running.retain(|&other| other != key);
-        let sequence = self.get_mut(key)?;
-        sequence.held = None;
-        sequence.computed = 0;
-        sequence.preempted = true;
-        sequence.since = step;
-        // A parked beam has nothing to compute before its search goes on.
-        let rank = (!sequence.parked).then(|| sequence.rank());
-        self.waiting.extend(rank);
-        self.counts.preemptions += 1;
-        self.gave_way.push(key.request);
-        tracing::debug!(request = key.request.0, branch = key.branch, "preempted");
-        Ok(())
-    }
-
     /// A second sequence with the same tokens and blocks.
     pub(super) fn fork(&mut self, parent: SeqKey, branch: u32) -> Result<SeqKey> {
         let key = SeqKey { branch, ..parent };
@@ -273,9 +261,13 @@ impl Scheduler {
         let mut child = Sequence {
             key,
             width: 1,
+            swapped: None,
             ..parent.clone()
         };
         child.held = parent.held.map(|id| self.cache.fork(id)).transpose()?;
+        if child.held.is_none() {
+            child.computed = 0;
+        }
         if child.held.is_some() {
             self.insert_running(child.running_rank());
         } else if !child.parked {
@@ -302,6 +294,9 @@ impl Scheduler {
         let rank = sequence.rank();
         if let Some(id) = sequence.held {
             self.cache.remove(id)?;
+        }
+        if let Some(swap) = sequence.swapped {
+            self.cache.discard_swap(swap)?;
         }
         self.waiting.remove(&rank);
         self.running.retain(|&other| other != key);

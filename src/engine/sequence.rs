@@ -4,7 +4,7 @@ use std::cmp::Reverse;
 
 use super::request::{Request, RequestId};
 use crate::block::Namespace;
-use crate::cache::SequenceId;
+use crate::cache::{SequenceId, SwapId};
 
 /// Names a sequence: a sample or beam of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -37,6 +37,8 @@ pub(super) struct Sequence {
     pub computed: usize,
     /// The sequence in the cache, while it runs.
     pub held: Option<SequenceId>,
+    /// Where its K/V are while it waits, if they were moved to host memory.
+    pub swapped: Option<SwapId>,
     /// Sequences that will be made of this one when its prompt is computed, itself included.
     pub width: usize,
     pub namespace: Namespace,
@@ -63,6 +65,7 @@ impl Sequence {
             prompt: request.prompt.len(),
             computed: 0,
             held: None,
+            swapped: None,
             width: request.width(),
             namespace: request.namespace.clone(),
             read_prefix: request.read_prefix,

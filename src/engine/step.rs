@@ -1,5 +1,7 @@
 //! One step: schedule, reserve, run, commit, choose.
 
+use std::time::Instant;
+
 use candle_core::Tensor;
 
 use super::engine::Engine;
@@ -92,11 +94,16 @@ impl<M: CausalLm + ?Sized> Engine<M> {
     fn run(&mut self, chunks: &[Chunk], plan: StepPlan) -> Result<()> {
         let span = tracing::debug_span!("step", sequences = chunks.len(), rows = plan.num_rows());
         let _inside = span.enter();
-        let logits = {
+        let start = Instant::now();
+        let host = {
             let _inside = tracing::debug_span!("forward").entered();
-            self.model.forward(plan.tokens(), &plan)?
+            let logits = self.model.forward(plan.tokens(), &plan)?;
+            // The copy waits for the device.
+            self.to_host(&logits, plan.logit_rows().len())?
         };
-        let host = self.to_host(&logits, plan.logit_rows().len())?;
+        self.scheduler
+            .costs
+            .computed(plan.num_rows(), start.elapsed());
         plan.commit()?;
 
         let mut first = 0;

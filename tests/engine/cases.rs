@@ -4,11 +4,14 @@ use std::collections::BTreeMap;
 
 use candle_paged_attn::Error;
 use candle_paged_attn::block::Namespace;
-use candle_paged_attn::engine::{Answer, EngineConfig, FinishReason, Request, RequestId};
+use candle_paged_attn::cache::{CacheConfig, CacheSize};
+use candle_paged_attn::engine::{
+    Answer, EngineConfig, FinishReason, Preemption, Request, RequestId,
+};
 
 use crate::common::Rng;
 use crate::hash_lm::{
-    assert_empty, engine, model, prompt, request, run, run_into, step_into, tokens,
+    assert_empty, engine, engine_with, model, prompt, request, run, run_into, step_into, tokens,
 };
 
 const VOCAB: usize = 40;
@@ -165,11 +168,19 @@ fn b5_a_victim_that_is_already_part_of_the_step_leaves_it_whole() {
 fn b6_preempted_at_every_length() {
     let prompt = prompt(1, 3, VOCAB);
     let expected = model(VOCAB).greedy(&prompt, 14);
-    for prefix_cache in [true, false] {
+    for (prefix_cache, preemption) in [
+        (true, Preemption::Recompute),
+        (false, Preemption::Recompute),
+        (true, Preemption::Swap),
+        (false, Preemption::Swap),
+    ] {
         for at in 1..=13 {
             let mut config = EngineConfig::default();
-            config.prefix_cache = prefix_cache;
-            let mut engine = engine(model(VOCAB), 8, 4, config);
+            (config.prefix_cache, config.preemption) = (prefix_cache, preemption);
+            let size = CacheConfig::blocks(8)
+                .with_block_size(4)
+                .with_host(CacheSize::Blocks(8));
+            let mut engine = engine_with(model(VOCAB), size, config);
             let id = engine.add_request(request(&prompt, 14)).unwrap();
             let mut answers: BTreeMap<RequestId, Answer> = BTreeMap::new();
             let mut preempted = false;
@@ -204,29 +215,41 @@ fn len(answer: &Answer) -> usize {
 
 #[test]
 fn b7_a_preempted_request_resumes_in_a_flow_of_small_ones() {
-    let config = EngineConfig::default().with_max_sequences(4);
-    let mut engine = engine(model(VOCAB), 12, 4, config);
-    let long = prompt(1, 24, VOCAB);
-    let id = engine.add_request(request(&long, 6)).unwrap();
-    let mut answers: BTreeMap<RequestId, Answer> = BTreeMap::new();
-    step_into(&mut engine, &mut answers);
-    engine.preempt(id).unwrap();
-    let mut steps = 0;
-    while answers
-        .get(&id)
-        .is_none_or(|answer| answer.report.is_none())
-    {
-        // Two more small prompts arrive in every step, for ever.
-        for i in 0..2 {
-            let small = prompt(1000 + 2 * steps + i, 4, VOCAB);
-            engine.add_request(request(&small, 3)).unwrap();
-        }
+    for preemption in [Preemption::Recompute, Preemption::Swap] {
+        let mut config = EngineConfig::default().with_max_sequences(4);
+        config.preemption = preemption;
+        let size = CacheConfig::blocks(12)
+            .with_block_size(4)
+            .with_host(CacheSize::Blocks(12));
+        let mut engine = engine_with(model(VOCAB), size, config);
+        let long = prompt(1, 24, VOCAB);
+        let id = engine.add_request(request(&long, 6)).unwrap();
+        let mut answers: BTreeMap<RequestId, Answer> = BTreeMap::new();
         step_into(&mut engine, &mut answers);
-        steps += 1;
-        assert!(steps < 20, "the preempted request starves");
+        engine.preempt(id).unwrap();
+        let swapped = usize::from(preemption == Preemption::Swap);
+        assert_eq!(
+            (engine.stats().preempted, engine.stats().swapped),
+            (1 - swapped, swapped)
+        );
+        assert_eq!(engine.cache().num_swapped(), swapped);
+        let mut steps = 0;
+        while answers
+            .get(&id)
+            .is_none_or(|answer| answer.report.is_none())
+        {
+            // Two more small prompts arrive in every step, for ever.
+            for i in 0..2 {
+                let small = prompt(1000 + 2 * steps + i, 4, VOCAB);
+                engine.add_request(request(&small, 3)).unwrap();
+            }
+            step_into(&mut engine, &mut answers);
+            steps += 1;
+            assert!(steps < 20, "the preempted request starves");
+        }
+        assert_eq!(tokens(&answers[&id]), model(VOCAB).greedy(&long, 6));
+        run_into(&mut engine, &mut answers);
     }
-    assert_eq!(tokens(&answers[&id]), model(VOCAB).greedy(&long, 6));
-    run_into(&mut engine, &mut answers);
 }
 
 #[test]

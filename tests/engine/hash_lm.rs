@@ -108,7 +108,9 @@ impl CausalLm for HashLm {
         // Tokens of each sequence that each layer reads back.
         let mut read: Vec<Vec<(usize, Vec<u32>)>> = Vec::new();
         for layer in 0..self.windows.len() {
-            let (LayerKv::Dense { k: ks, v: vs }, table, _) = plan.layer(layer)? else {
+            let step = plan.layer(layer)?;
+            let table = step.table;
+            let LayerKv::Dense { k: ks, v: vs } = step.kv else {
                 panic!("dense layers only")
             };
             ops::write_kv(ks, vs, &k, &v, table)?;
@@ -133,7 +135,8 @@ impl CausalLm for HashLm {
             return Err(Error::Candle(candle_core::Error::Msg("injected".into())));
         }
 
-        let (_, table, _) = plan.layer(0)?;
+        let step = plan.layer(0)?;
+        let table = step.table;
         let offsets = table.query_offsets();
         let mut logits = Vec::new();
         for &row in plan.logit_rows() {
@@ -186,8 +189,13 @@ pub fn engine(
     block_size: usize,
     config: EngineConfig,
 ) -> Engine<HashLm> {
-    let spec = model.cache_spec(DType::F32).unwrap();
     let size = CacheConfig::blocks(blocks).with_block_size(block_size);
+    engine_with(model, size, config)
+}
+
+/// An engine with a cache of any kind, the pool filled with NaN.
+pub fn engine_with(model: HashLm, size: CacheConfig, config: EngineConfig) -> Engine<HashLm> {
+    let spec = model.cache_spec(DType::F32).unwrap();
     let cache = PagedKvCache::new(&spec, &size, &Device::Cpu).unwrap();
     crate::common::toy::poison(&cache);
     Engine::new(Arc::new(model), cache, config).unwrap()
@@ -224,6 +232,7 @@ pub fn step_into(engine: &mut Engine<HashLm>, answers: &mut BTreeMap<RequestId, 
 /// Nothing of any request is left.
 pub fn assert_empty(engine: &Engine<HashLm>) {
     assert_eq!(engine.cache().num_sequences(), 0);
+    assert_eq!(engine.cache().num_swapped(), 0);
     for usage in engine.cache().usage() {
         assert_eq!(usage.blocks_used, 0);
         assert_eq!(usage.blocks_cached + usage.blocks_free, usage.blocks_total);

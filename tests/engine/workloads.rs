@@ -3,10 +3,11 @@
 
 use std::collections::BTreeMap;
 
-use candle_paged_attn::engine::{Answer, EngineConfig, FinishReason, RequestId};
+use candle_paged_attn::cache::{CacheConfig, CacheSize};
+use candle_paged_attn::engine::{Answer, EngineConfig, FinishReason, Preemption, RequestId};
 
 use crate::common::Rng;
-use crate::hash_lm::{assert_empty, engine, model, prompt, request, step_into};
+use crate::hash_lm::{assert_empty, engine_with, model, prompt, request, step_into};
 
 const VOCAB: usize = 24;
 
@@ -17,7 +18,8 @@ struct Asked {
     cancelled: bool,
 }
 
-fn workload(seed: u64) {
+/// Answers how often a sequence was preempted, and how often by moving it to host memory.
+fn workload(seed: u64) -> (u64, u64) {
     let mut rng = Rng(seed);
     let block_size = [1, 2, 4, 16][rng.below(4)];
     let windowed = rng.below(4) == 0;
@@ -63,7 +65,19 @@ fn workload(seed: u64) {
     let reference = model(VOCAB);
     let plain = !windowed;
     let windows = lm.windows.clone();
-    let mut engine = engine(lm, blocks, block_size, config);
+    let mut size = CacheConfig::blocks(blocks).with_block_size(block_size);
+    if rng.below(2) == 0 {
+        size = size.with_host(CacheSize::Blocks(1 + rng.below(2 * blocks)));
+    }
+    if rng.below(3) == 0 {
+        size = size.with_sub_block_reuse();
+    }
+    if rng.below(3) == 0 {
+        size = size.with_deduplication();
+    }
+    config.preemption =
+        [Preemption::Recompute, Preemption::Swap, Preemption::Cheaper][rng.below(3)];
+    let mut engine = engine_with(lm, size, config);
 
     let mut open = open.into_iter().peekable();
     let mut known: BTreeMap<RequestId, Asked> = BTreeMap::new();
@@ -118,11 +132,20 @@ fn workload(seed: u64) {
             }
         }
     }
+    (engine.stats().preemptions, engine.stats().swaps)
 }
 
 #[test]
 fn two_hundred_random_workloads() {
+    let (mut preemptions, mut swaps) = (0, 0);
     for seed in 0..200 {
-        workload(seed);
+        let (all, swapped) = workload(seed);
+        preemptions += all;
+        swaps += swapped;
     }
+    // The workloads are about both kinds.
+    assert!(
+        swaps > 100 && preemptions - swaps > 100,
+        "{preemptions} {swaps}"
+    );
 }
