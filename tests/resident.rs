@@ -148,7 +148,8 @@ impl Steps {
     fn step(&mut self, feeds: &[(SequenceId, &[u32])]) -> (Plan, Plan, Vec<(Slot, u64)>) {
         let feeds: Vec<_> = feeds.iter().map(|(id, new)| Feed::new(*id, new)).collect();
         let plan = self.cache.plan(&feeds).unwrap();
-        let (_, table, _) = plan.layer(0).unwrap();
+        let step = plan.layer(0).unwrap();
+        let table = step.table;
         let filled = self.resident.fill(&self.host, table).unwrap();
         let cache = CacheView {
             element: Element::F16,
