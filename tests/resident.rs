@@ -179,6 +179,7 @@ impl Steps {
         let mut addresses = filled.addresses().to_vec();
         let workspace = self.resident.workspace(&self.host, attend.workspace);
         addresses.push((Slot::Workspace, workspace.unwrap()));
+        drop(step);
         plan.commit().unwrap();
         (write, attend, addresses)
     }
