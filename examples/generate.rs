@@ -118,8 +118,8 @@ fn run(args: &Args) -> Result<()> {
     }
     ensure!(args.max_tokens > 0, "--max-tokens must be at least 1");
     ensure!(
-        args.temperature >= 0.0,
-        "--temperature must not be negative: {}",
+        args.temperature == 0.0 || args.temperature >= 1e-6,
+        "--temperature must be 0 or at least 1e-6, got {}",
         args.temperature
     );
     ensure!(
@@ -242,9 +242,20 @@ fn generate(
 fn emit(args: &Args, text: &mut String, piece: &str) {
     text.push_str(piece);
     if !args.json {
-        print!("{piece}");
-        // A closed pipe is the reader's business.
-        let _ = std::io::stdout().flush();
+        show(piece);
+    }
+}
+
+/// Writes to stdout at once. Who reads only the beginning closes the pipe: that is no error.
+fn show(text: &str) {
+    let mut out = std::io::stdout().lock();
+    let written = out.write_all(text.as_bytes()).and_then(|()| out.flush());
+    if let Err(error) = written {
+        let closed = error.kind() == std::io::ErrorKind::BrokenPipe;
+        if !closed {
+            eprintln!("error: cannot write the answer: {error}");
+        }
+        std::process::exit(if closed { 0 } else { 1 });
     }
 }
 
@@ -274,9 +285,9 @@ fn report(args: &Args, cache: &PagedKvCache, prompt: &[u32], answer: &Answer) {
                 "utilization": utilization,
             },
         });
-        println!("{object}");
+        show(&format!("{object}\n"));
     } else {
-        println!();
+        show("\n");
         eprintln!(
             "{} prompt tokens at {prefill:.1}/s, {} generated at {decode:.1}/s; KV cache: {used} of {} \
              blocks of {} tokens, {}, {:.1} % of their rows filled",

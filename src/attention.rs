@@ -81,18 +81,23 @@ impl PagedAttention {
         v: &Tensor,
         plan: &StepPlan,
     ) -> Result<Tensor> {
-        let (
-            LayerKv::Dense {
-                k: k_cache,
-                v: v_cache,
-            },
-            table,
-            window,
-        ) = plan.layer(layer)?;
+        if !matches!(q.dtype(), DType::F32 | DType::F16 | DType::BF16) {
+            return Err(Error::Dtype {
+                op: OP,
+                tensor: "q",
+                expected: "F32, F16 or BF16".into(),
+                got: q.dtype(),
+            });
+        }
+        let step = plan.layer(layer)?;
+        let LayerKv::Dense {
+            k: k_cache,
+            v: v_cache,
+        } = step.kv;
         let [q_rows, k_rows, v_rows] =
             [("q", q), ("k", k), ("v", v)].map(|(name, x)| rows(name, x, plan));
         let (q_rows, k_rows, v_rows) = (q_rows?, k_rows?, v_rows?);
-        ops::write_kv(k_cache, v_cache, &k_rows, &v_rows, table)?;
+        ops::write_kv(k_cache, v_cache, &k_rows, &v_rows, step.table)?;
 
         let dtype = q.dtype();
         // The op takes q in the dtype of the cache or in f32.
@@ -102,9 +107,9 @@ impl PagedAttention {
             q_rows.to_dtype(DType::F32)?
         };
         let mut options = self.options.clone();
-        options.mask = window.map_or(Mask::Causal, Mask::CausalWindow);
-        let out =
-            ops::paged_attention(&q_rows, k_cache, v_cache, table, &options)?.to_dtype(dtype)?;
+        options.mask = step.window.map_or(Mask::Causal, Mask::CausalWindow);
+        let out = ops::paged_attention(&q_rows, k_cache, v_cache, step.table, &options)?
+            .to_dtype(dtype)?;
         match q.dims() {
             &[batch, heads, seq, _] => {
                 let dim = out.dim(2)?;

@@ -90,7 +90,7 @@ pub enum Error {
     StaleHandle {
         /// The operation that refused.
         op: &'static str,
-        /// What the handle names: `"sequence"`, `"pin"`, `"node"` or `"block"`.
+        /// What the handle names: `"sequence"`, `"swap"`, `"pin"`, `"node"` or `"block"`.
         kind: &'static str,
         /// The handle as text.
         id: String,

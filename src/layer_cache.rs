@@ -82,7 +82,8 @@ impl LayerCache {
     /// [`Error::Shape`] for another batch size or another number of tokens than the first
     /// layer appended; [`Error::InvalidArgument`] for a layer out of order;
     /// [`Error::OutOfBlocks`]. After an error the step is dropped: the next append starts from
-    /// the tokens before it.
+    /// the tokens before it. [`Error::StaleHandle`] once the cache was cleared, until
+    /// [`reset`](Self::reset).
     pub fn append(&mut self, k: &Tensor, v: &Tensor) -> Result<(Tensor, Tensor)> {
         if let Some(why) = &self.broken {
             return Err(Error::InvalidArgument {
@@ -131,16 +132,13 @@ impl LayerCache {
                 got: x.dims().to_vec(),
             }),
         };
-        let (
-            LayerKv::Dense {
-                k: k_cache,
-                v: v_cache,
-            },
-            table,
-            _,
-        ) = plan.layer(self.layer)?;
-        ops::write_kv(k_cache, v_cache, &rows("k", k)?, &rows("v", v)?, table)?;
-        let (k, v) = ops::gather_kv(k_cache, v_cache, table, 0)?;
+        let step = plan.layer(self.layer)?;
+        let LayerKv::Dense {
+            k: k_cache,
+            v: v_cache,
+        } = step.kv;
+        ops::write_kv(k_cache, v_cache, &rows("k", k)?, &rows("v", v)?, step.table)?;
+        let (k, v) = ops::gather_kv(k_cache, v_cache, step.table, 0)?;
         let batched = |x: Tensor| Ok::<_, Error>(x.transpose(0, 1)?.unsqueeze(0)?.contiguous()?);
         Ok((batched(k)?, batched(v)?))
     }
@@ -148,6 +146,9 @@ impl LayerCache {
     /// Tokens in the cache, those of a step in progress included once this layer has
     /// appended.
     pub fn current_seq_len(&self) -> usize {
+        if self.broken.is_some() {
+            return 0;
+        }
         let state = self.session.state();
         let committed = state
             .sequence
@@ -159,6 +160,10 @@ impl LayerCache {
 
     /// Empties the sequence, for all layers. A step in progress is dropped.
     pub fn reset(&mut self) {
+        if self.broken.is_some() {
+            // It has no sequence of its own; the one it was cloned from is not its to empty.
+            return;
+        }
         let mut state = self.session.state();
         state.step = None;
         state.fork = None;

@@ -164,6 +164,11 @@ fn a_batch_in_candles_shape_is_one_feed_per_entry() {
         .forward(0, &q.narrow(0, 0, 2).unwrap(), &k, &v, &plan)
         .unwrap_err();
     assert!(matches!(error, Error::Shape { .. }), "{error}");
+    let integers = q.to_dtype(DType::U32).unwrap();
+    let error = attention()
+        .forward(0, &integers, &k, &v, &plan)
+        .unwrap_err();
+    assert!(matches!(error, Error::Dtype { tensor: "q", .. }), "{error}");
     let error = attention().forward(1, &q, &k, &v, &plan).unwrap_err();
     assert!(error.to_string().contains("a layer below 1"), "{error}");
 }
@@ -328,6 +333,11 @@ fn layers_out_of_order_are_an_error_and_the_step_is_undone() {
     // A clone in the middle of a step cannot fork, and says so when it is used.
     layers[0].append(&k, &v).unwrap();
     let mut clone = layers[0].clone();
+    clone.reset();
+    assert_eq!(
+        (clone.current_seq_len(), layers[0].current_seq_len()),
+        (0, 5)
+    );
     assert!(
         clone
             .append(&k, &v)

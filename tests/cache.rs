@@ -2,6 +2,10 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod common;
+#[path = "cache/reuse.rs"]
+mod reuse;
+#[path = "cache/swap.rs"]
+mod swap;
 
 use candle_core::{DType, Device};
 use candle_paged_attn::Error;
@@ -12,6 +16,13 @@ use candle_paged_attn::cache::{
 use common::toy::{Toy, poison, stored_rows, tensors, write_step};
 
 fn cache(block_size: usize, blocks: usize, windows: &[Option<usize>]) -> PagedKvCache {
+    configured(
+        CacheConfig::blocks(blocks).with_block_size(block_size),
+        windows,
+    )
+}
+
+fn configured(config: CacheConfig, windows: &[Option<usize>]) -> PagedKvCache {
     let shape = |&window| LayerShape {
         window,
         kv_heads: 1,
@@ -20,10 +31,7 @@ fn cache(block_size: usize, blocks: usize, windows: &[Option<usize>]) -> PagedKv
     };
     let shapes: Vec<_> = windows.iter().map(shape).collect();
     let spec = CacheSpec::from_layers(&shapes, DType::F32).unwrap();
-    let config = CacheConfig::blocks(blocks)
-        .with_block_size(block_size)
-        .with_events();
-    let cache = PagedKvCache::new(&spec, &config, &Device::Cpu).unwrap();
+    let cache = PagedKvCache::new(&spec, &config.with_events(), &Device::Cpu).unwrap();
     poison(&cache);
     cache
 }
@@ -67,6 +75,7 @@ fn prompt(cache: &PagedKvCache, tokens: &[u32]) -> (SequenceId, usize) {
     (added.id, added.cached_tokens)
 }
 
+/// The rows that the cache holds for a sequence are those of its tokens, in every layer.
 fn assert_rows(cache: &PagedKvCache, id: SequenceId, seed: u8) {
     let tokens = cache.sequence_tokens(id).unwrap();
     let toy = Toy {
@@ -74,7 +83,17 @@ fn assert_rows(cache: &PagedKvCache, id: SequenceId, seed: u8) {
         tokens,
         new: 0,
     };
-    assert_eq!(stored_rows(cache, id, 0), toy.rows(0, 0));
+    for (g, group) in cache.spec().groups.iter().enumerate() {
+        let from = cache.block_table(id, g).unwrap().0 * cache.block_size();
+        for &layer in &group.layers {
+            assert_eq!(stored_rows(cache, id, layer), toy.rows(layer, from));
+        }
+    }
+}
+
+/// Leading tokens of a prompt that are cached.
+fn hits(cache: &PagedKvCache, tokens: &[u32]) -> usize {
+    cache.cost(tokens, &AddOptions::default()).cached_tokens
 }
 
 fn range(n: usize) -> Vec<u32> {
@@ -407,6 +426,60 @@ fn a20_a_new_epoch_misses() {
 }
 
 #[test]
+fn a21_a_prompt_counts_once_and_a_recomputed_one_apart() {
+    let cache = full(4, 4);
+    let (first, _) = prompt(&cache, &range(9));
+    // Three attempts: the first two do not fit.
+    for _ in 0..2 {
+        let added = cache.add(&range(15), AddOptions::default()).unwrap();
+        assert_eq!(added.cached_tokens, 8);
+        let refused = cache.plan(&[Feed::new(added.id, &range(15)[8..])]);
+        assert!(matches!(refused, Err(Error::OutOfBlocks { .. })));
+        cache.remove(added.id).unwrap();
+    }
+    cache.remove(first).unwrap();
+    let (second, _) = prompt(&cache, &range(15));
+    run(&cache, second, &[15]);
+    let counted = |cache: &PagedKvCache| {
+        let (counters, stats) = (cache.counters(), cache.index_stats()[0]);
+        assert_eq!(
+            (stats.queries, stats.queried_tokens, stats.hit_tokens),
+            (
+                counters.prompts,
+                counters.prompt_tokens,
+                counters.cached_tokens
+            )
+        );
+        (
+            counters.prompts,
+            counters.prompt_tokens,
+            counters.cached_tokens,
+        )
+    };
+    assert_eq!(counted(&cache), (2, 9 + 15, 8));
+
+    // It gives way and comes back: apart, and neither does a fork count again.
+    cache.remove(second).unwrap();
+    let again = AddOptions::default().recomputed();
+    let added = cache.add(&range(16), again).unwrap();
+    let fork = cache.fork(added.id).unwrap();
+    run(&cache, added.id, &range(16)[12..]);
+    cache.remove(added.id).unwrap();
+    cache.truncate(fork, 8).unwrap();
+    run(&cache, fork, &[7]);
+    assert_eq!(counted(&cache), (2, 9 + 15, 8));
+    let counters = cache.counters();
+    assert_eq!(
+        (
+            counters.recomputed,
+            counters.recomputed_tokens,
+            counters.recomputed_cached_tokens
+        ),
+        (1, 16, 12)
+    );
+}
+
+#[test]
 fn a22_shared_prompt_blocks_are_counted_once() {
     let cache = full(16, 16);
     prompt(&cache, &range(55));
@@ -651,6 +724,24 @@ fn dropping_a_plan_puts_everything_back() {
 }
 
 #[test]
+fn an_eviction_in_the_middle_of_a_reservation_loses_no_block() {
+    // The window has let go of block 0, which block 1 is found through. The step needs the
+    // free block and block 0: one for the copy of block 1, which stops being findable with
+    // block 0, and one for position 8.
+    let cache = cache(4, 3, &[Some(4)]);
+    let (id, _) = prompt(&cache, &range(8));
+    cache.truncate(id, 7).unwrap();
+    let plan = cache.plan(&[Feed::new(id, &[70, 80])]).unwrap();
+    cache.check_invariants().unwrap();
+    drop(plan);
+    cache.check_invariants().unwrap();
+    run(&cache, id, &[70, 80]);
+    assert_rows(&cache, id, 0);
+    cache.remove(id).unwrap();
+    assert_eq!(cache.usage()[0].blocks_used, 0);
+}
+
+#[test]
 fn rewinding_into_a_registered_block_keeps_it_intact() {
     let cache = full(4, 8);
     let (id, _) = prompt(&cache, &range(8));
@@ -673,6 +764,22 @@ fn rewinding_into_a_registered_block_keeps_it_intact() {
     let (again, cached) = prompt(&cache, &range(9));
     assert_eq!(cached, 8);
     assert_rows(&cache, again, 0);
+}
+
+#[test]
+fn free_memory_is_a_fraction_and_needs_a_gpu() {
+    let spec = CacheSpec::uniform(1, 2, 8, DType::F32).unwrap();
+    let refused = |fraction| {
+        let config = CacheConfig::free_memory(fraction);
+        match PagedKvCache::new(&spec, &config, &Device::Cpu) {
+            Err(Error::InvalidArgument { what, got, .. }) if what == "size" => got,
+            other => panic!("{other:?}"),
+        }
+    };
+    assert!(refused(0.5).contains("Cpu"), "{}", refused(0.5));
+    for fraction in [0.0, -0.5, 1.01, f64::NAN, f64::INFINITY] {
+        assert_eq!(refused(fraction), fraction.to_string());
+    }
 }
 
 #[test]
@@ -707,6 +814,73 @@ fn a_byte_budget_is_divided_by_the_expected_length() {
             .sum::<u64>()
             <= 64 << 20
     );
+}
+
+#[test]
+fn clear_waits_for_a_layer_that_is_being_written() {
+    let cache = full(4, 8);
+    let (id, _) = prompt(&cache, &range(5));
+    let plan = cache.plan(&[Feed::new(id, &[1])]).unwrap();
+    std::thread::scope(|scope| {
+        let step = plan.layer(0).unwrap();
+        let clearing = scope.spawn(|| cache.clear());
+        std::thread::sleep(std::time::Duration::from_millis(50));
+        assert!(!clearing.is_finished());
+        drop(step);
+        clearing.join().unwrap();
+    });
+    assert!(matches!(plan.layer(0), Err(Error::StalePlan { .. })));
+}
+
+#[test]
+fn explicit_positions_stay_out_of_the_prefix_index() {
+    let cache = full(4, 16);
+    let tokens = range(9);
+    let hits = || cache.cost(&tokens, &AddOptions::default()).cached_tokens;
+    let shifted: Vec<u32> = (1000..1009).collect();
+    let id = cache.add(&tokens, AddOptions::default()).unwrap().id;
+    let feed = Feed::new(id, &tokens).with_positions(&shifted);
+    cache.plan(&[feed]).unwrap().commit().unwrap();
+    assert_eq!(hits(), 0);
+    // The positions that a prompt has anyway change nothing.
+    let id = cache.add(&tokens, AddOptions::default()).unwrap().id;
+    let feed = Feed::new(id, &tokens).with_positions(&tokens);
+    cache.plan(&[feed]).unwrap().commit().unwrap();
+    assert_eq!(hits(), 8);
+}
+
+#[test]
+fn handles_of_another_cache_are_stale() {
+    let (ours, other) = (full(4, 8), full(4, 8));
+    let (id, _) = prompt(&ours, &range(5));
+    let (other_id, _) = prompt(&other, &range(5));
+    let (pin, other_pin) = (ours.pin(id).unwrap(), other.pin(other_id).unwrap());
+    assert!(matches!(other.len(id), Err(Error::StaleHandle { .. })));
+    assert!(matches!(other.remove(id), Err(Error::StaleHandle { .. })));
+    assert!(matches!(other.unpin(pin), Err(Error::StaleHandle { .. })));
+    other.unpin(other_pin).unwrap();
+    other.remove(other_id).unwrap();
+}
+
+#[test]
+fn sizes_beyond_any_machine_are_refused() {
+    assert!(CacheSpec::uniform(usize::MAX, 1, 8, DType::F32).is_err());
+    let spec = CacheSpec::uniform(30, 8, 128, DType::F32).unwrap();
+    for config in [
+        CacheConfig::bytes(1 << 50),
+        CacheConfig::bytes(u64::MAX),
+        CacheConfig::tokens(usize::MAX),
+        CacheConfig::blocks(u32::MAX as usize - 1).with_block_size(256),
+        CacheConfig::bytes(1 << 50).with_expected_tokens(usize::MAX),
+    ] {
+        let error = PagedKvCache::new(&spec, &config, &Device::Cpu).unwrap_err();
+        assert!(matches!(error, Error::InvalidArgument { .. }), "{error}");
+    }
+    // 2^64 elements in one tensor.
+    let spec = CacheSpec::uniform(1, 1 << 40, 512, DType::F32).unwrap();
+    let config = CacheConfig::blocks(1 << 15).with_block_size(1);
+    assert!(PagedKvCache::new(&spec, &config, &Device::Cpu).is_err());
+    assert_eq!(spec.groups[0].blocks_held(10, 0), 10);
 }
 
 #[test]

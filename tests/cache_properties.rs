@@ -1,19 +1,20 @@
 //! Random operation sequences on the cache against a naive model.
 //!
 //! The "model" behind the cache is a toy: the K/V row of a token is a hash of its namespace
-//! and of every token up to it. A block that is shared, reused, copied or released wrongly
-//! therefore shows as a wrong value, not only as a wrong count.
+//! and of every token up to it. A block that is shared, reused, copied, swapped or released
+//! wrongly therefore shows as a wrong value, not only as a wrong count.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod common;
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 
 use candle_core::{DType, Device};
 use candle_paged_attn::Error;
 use candle_paged_attn::block::Namespace;
 use candle_paged_attn::cache::{
-    AddOptions, CacheConfig, CacheSpec, Feed, LayerShape, PagedKvCache, Pin, SequenceId,
+    AddOptions, CacheConfig, CacheSize, CacheSpec, Feed, LayerShape, PagedKvCache, Pin, SequenceId,
+    SwapId,
 };
 use common::toy::{Toy, poison, stored_rows, write_step};
 use proptest::prelude::*;
@@ -25,6 +26,8 @@ enum Op {
         len: usize,
         namespace: u8,
         read: bool,
+        indexed: bool,
+        fits: bool,
     },
     Feed {
         picks: Vec<(usize, usize)>,
@@ -47,14 +50,32 @@ enum Op {
     Unpin {
         pick: usize,
     },
+    SwapOut {
+        pick: usize,
+    },
+    SwapIn {
+        pick: usize,
+    },
+    DiscardSwap {
+        pick: usize,
+    },
     Clear,
 }
 
 fn op() -> impl Strategy<Value = Op> {
     let any = 0usize..1000;
     prop_oneof![
-        4 => (0usize..3, 1usize..24, 0u8..2, prop::bool::weighted(0.9))
-            .prop_map(|(prompt, len, namespace, read)| Op::Add { prompt, len, namespace, read }),
+        4 => (
+            0usize..3,
+            1usize..24,
+            0u8..2,
+            prop::bool::weighted(0.9),
+            prop::bool::weighted(0.9),
+            prop::bool::weighted(0.2),
+        )
+            .prop_map(|(prompt, len, namespace, read, indexed, fits)| {
+                Op::Add { prompt, len, namespace, read, indexed, fits }
+            }),
         10 => (
             prop::collection::vec((any.clone(), 1usize..10), 1..4),
             prop::option::weighted(0.2, 0usize..10),
@@ -65,7 +86,10 @@ fn op() -> impl Strategy<Value = Op> {
         2 => (any.clone(), any.clone()).prop_map(|(pick, keep)| Op::Truncate { pick, keep }),
         3 => any.clone().prop_map(|pick| Op::Remove { pick }),
         1 => any.clone().prop_map(|pick| Op::Pin { pick }),
-        1 => any.prop_map(|pick| Op::Unpin { pick }),
+        1 => any.clone().prop_map(|pick| Op::Unpin { pick }),
+        3 => any.clone().prop_map(|pick| Op::SwapOut { pick }),
+        3 => any.clone().prop_map(|pick| Op::SwapIn { pick }),
+        1 => any.prop_map(|pick| Op::DiscardSwap { pick }),
         1 => Just(Op::Clear),
     ]
 }
@@ -75,8 +99,17 @@ fn op() -> impl Strategy<Value = Op> {
 struct Naive {
     id: SequenceId,
     namespace: u8,
+    indexed: bool,
     tokens: Vec<u32>,
     prompt: Vec<u32>,
+}
+
+/// What is switched on.
+#[derive(Debug, Clone, Copy)]
+struct Switches {
+    sub_block: bool,
+    deduplicate: bool,
+    host: Option<usize>,
 }
 
 /// Three prompts that share their first tokens.
@@ -103,16 +136,27 @@ struct World {
     cache: PagedKvCache,
     block_size: usize,
     windows: Vec<Option<usize>>,
+    switches: Switches,
     live: Vec<Naive>,
     gone: Vec<SequenceId>,
     pins: Vec<Pin>,
+    /// Sequences on the host, with the blocks that each held, per group.
+    swapped: Vec<(SwapId, Naive, Vec<usize>)>,
+    spent: Vec<SwapId>,
     /// Every committed prefix of whole blocks, while nothing was evicted.
     known: HashSet<(u8, Vec<u32>)>,
     evicted: bool,
+    /// A sequence came back with blocks of its own: equal ones may exist.
+    swapped_in: bool,
 }
 
 impl World {
-    fn new(block_size: usize, blocks: usize, windows: Vec<Option<usize>>) -> Self {
+    fn new(
+        block_size: usize,
+        blocks: usize,
+        windows: Vec<Option<usize>>,
+        switches: Switches,
+    ) -> Self {
         let shapes: Vec<_> = windows
             .iter()
             .map(|&window| LayerShape {
@@ -123,21 +167,29 @@ impl World {
             })
             .collect();
         let spec = CacheSpec::from_layers(&shapes, DType::F32).unwrap();
-        let config = CacheConfig::blocks(blocks)
+        let mut config = CacheConfig::blocks(blocks)
             .with_block_size(block_size)
             .with_events();
+        config.sub_block_reuse = switches.sub_block;
+        config.deduplicate = switches.deduplicate;
+        config.host = switches.host.map(CacheSize::Blocks);
         let cache = PagedKvCache::new(&spec, &config, &Device::Cpu).unwrap();
         poison(&cache);
         let (live, gone, pins) = (vec![], vec![], vec![]);
+        let (swapped, spent) = (vec![], vec![]);
         Self {
             cache,
             block_size,
             windows,
+            switches,
             live,
             gone,
             pins,
+            swapped,
+            spent,
             known: HashSet::new(),
             evicted: false,
+            swapped_in: false,
         }
     }
 
@@ -156,36 +208,16 @@ impl World {
                 len,
                 namespace: n,
                 read,
+                indexed,
+                fits,
             } => {
                 let prompt = prompt(*which, *len);
                 let mut options = AddOptions::default().with_namespace(namespace(*n));
                 options.read_prefix = *read;
-                let cost = self.cache.cost(&prompt, &options);
-                let added = self.cache.add(&prompt, options).unwrap();
-                assert_eq!(cost.cached_tokens, added.cached_tokens);
-                assert!(added.cached_tokens < prompt.len());
-                if !self.evicted {
-                    let longest = (0..prompt.len())
-                        .filter(|len| len % self.block_size == 0)
-                        .filter(|&len| self.known.contains(&(*n, prompt[..len].to_vec())))
-                        .max();
-                    let expected = if *read { longest.unwrap_or(0) } else { 0 };
-                    assert_eq!(added.cached_tokens, expected, "hits of {prompt:?}");
+                if !indexed {
+                    options = options.unindexed();
                 }
-                for (g, group) in self.cache.spec().groups.iter().enumerate() {
-                    let held = self.cache.block_table(added.id, g).unwrap().1.len();
-                    assert_eq!(
-                        held,
-                        group.blocks_held(added.cached_tokens, self.block_size)
-                    );
-                }
-                let tokens = prompt[..added.cached_tokens].to_vec();
-                self.live.push(Naive {
-                    id: added.id,
-                    namespace: *n,
-                    tokens,
-                    prompt,
-                });
+                self.add(prompt, *n, options, *fits);
             }
             Op::Feed {
                 picks,
@@ -238,18 +270,132 @@ impl World {
                     Err(Error::StaleHandle { .. })
                 ));
             }
+            Op::SwapOut { pick } if !self.live.is_empty() => self.swap_out(*pick),
+            Op::SwapIn { pick } if !self.swapped.is_empty() => self.swap_in(*pick),
+            Op::DiscardSwap { pick } if !self.swapped.is_empty() => {
+                let (swap, _, _) = self.swapped.swap_remove(pick % self.swapped.len());
+                self.cache.discard_swap(swap).unwrap();
+                self.spent.push(swap);
+            }
             Op::Clear => {
                 self.cache.clear();
                 self.gone.extend(self.live.drain(..).map(|s| s.id));
+                self.spent.extend(self.swapped.drain(..).map(|s| s.0));
                 self.pins.clear();
                 self.known.clear();
                 self.evicted = false;
+                self.swapped_in = false;
                 for usage in self.cache.usage() {
                     assert_eq!((usage.blocks_used, usage.blocks_cached), (0, 0));
                 }
                 self.cache.take_events();
             }
             _ => {}
+        }
+    }
+
+    /// `fits`: check that the rest of the prompt fits if and only if its cost says so.
+    fn add(&mut self, prompt: Vec<u32>, n: u8, options: AddOptions, fits: bool) {
+        let usage = self.cache.usage();
+        let indexed = options.indexed;
+        let cost = self.cache.cost(&prompt, &options);
+        assert_eq!(self.cache.usage(), usage);
+        let best = self.longest_known(n, &prompt, options.read_prefix);
+        let added = self.cache.add(&prompt, options).unwrap();
+        assert_eq!(cost.cached_tokens, added.cached_tokens);
+        assert!(added.cached_tokens < prompt.len());
+        // Room for the hits and the block to copy, none of them in use, and for the copy.
+        let roomy = |(g, usage): (usize, &candle_paged_attn::cache::GroupUsage)| {
+            let held = self.cache.spec().groups[g].blocks_held(best, self.block_size);
+            usage.blocks_cached + usage.blocks_free > held
+        };
+        let full = best - best % self.block_size;
+        if !self.evicted && (added.cached_tokens != full || usage.iter().enumerate().all(roomy)) {
+            assert_eq!(added.cached_tokens, best, "hits of {prompt:?}");
+        }
+        for (g, group) in self.cache.spec().groups.iter().enumerate() {
+            let held = self.cache.block_table(added.id, g).unwrap().1.len();
+            assert_eq!(
+                held,
+                group.blocks_held(added.cached_tokens, self.block_size)
+            );
+        }
+        if fits {
+            let rest = [Feed::new(added.id, &prompt[added.cached_tokens..])];
+            assert_eq!(self.cache.plan(&rest).is_ok(), cost.fits());
+        }
+        let tokens = prompt[..added.cached_tokens].to_vec();
+        self.live.push(Naive {
+            id: added.id,
+            namespace: n,
+            indexed,
+            tokens,
+            prompt,
+        });
+    }
+
+    /// The most leading tokens of a prompt that anything known shares, at most all but one;
+    /// whole blocks of them unless parts can be reused.
+    fn longest_known(&self, n: u8, prompt: &[u32], read: bool) -> usize {
+        let shared =
+            |known: &Vec<u32>| known.iter().zip(prompt).take_while(|(a, b)| a == b).count();
+        let known = self.known.iter().filter(|(other, _)| read && *other == n);
+        let most = known.map(|(_, tokens)| shared(tokens)).max().unwrap_or(0);
+        let most = most.min(prompt.len() - 1);
+        match self.switches.sub_block {
+            true => most,
+            false => most - most % self.block_size,
+        }
+    }
+
+    fn swap_out(&mut self, pick: usize) {
+        let i = pick % self.live.len();
+        let id = self.live[i].id;
+        let groups = 0..self.cache.spec().groups.len();
+        let held = groups.map(|g| self.cache.block_table(id, g).unwrap().1.len());
+        let held: Vec<usize> = held.collect();
+        let before = (self.tables(), self.cache.usage());
+        match self.cache.swap_out(id) {
+            Ok(swap) => {
+                self.gone.push(id);
+                self.swapped.push((swap, self.live.swap_remove(i), held));
+                return;
+            }
+            Err(Error::OutOfBlocks { needed, free, .. }) => assert!(needed > free),
+            Err(Error::InvalidArgument { .. }) => assert!(self.switches.host.is_none()),
+            Err(other) => panic!("{other}"),
+        }
+        assert_eq!((self.tables(), self.cache.usage()), before);
+        // Sharing only ever takes less than every sequence by itself.
+        let alone = |g: usize| held[g] + self.swapped.iter().map(|s| s.2[g]).sum::<usize>();
+        let host = self.switches.host.unwrap_or(0);
+        assert!(self.switches.host.is_none() || (0..held.len()).any(|g| alone(g) > host));
+    }
+
+    fn swap_in(&mut self, pick: usize) {
+        let i = pick % self.swapped.len();
+        let before = (self.tables(), self.cache.usage());
+        match self.cache.swap_in(self.swapped[i].0) {
+            Ok(id) => {
+                let (swap, mut naive, held) = self.swapped.swap_remove(i);
+                for (g, held) in held.iter().enumerate() {
+                    assert_eq!(self.cache.block_table(id, g).unwrap().1.len(), *held);
+                }
+                naive.id = id;
+                self.live.push(naive);
+                self.spent.push(swap);
+                self.swapped_in = true;
+            }
+            Err(Error::OutOfBlocks { needed, free, .. }) => {
+                assert!(needed > free);
+                assert_eq!((self.tables(), self.cache.usage()), before);
+                let room = before.1.iter().map(|u| u.blocks_cached + u.blocks_free);
+                assert!(
+                    room.zip(&self.swapped[i].2)
+                        .any(|(room, held)| room < *held)
+                );
+            }
+            Err(other) => panic!("{other}"),
         }
     }
 
@@ -341,11 +487,13 @@ impl World {
         for ((i, tokens), &n) in feeds.iter().zip(&accepted) {
             let naive = &mut self.live[*i];
             naive.tokens.extend(&tokens[..n]);
+            if !naive.indexed {
+                continue;
+            }
             for end in (1..=naive.tokens.len()).filter(|end| end % self.block_size == 0) {
                 self.known
                     .insert((naive.namespace, naive.tokens[..end].to_vec()));
             }
-            self.known.insert((naive.namespace, vec![]));
         }
     }
 
@@ -361,6 +509,18 @@ impl World {
                 Err(Error::StaleHandle { .. })
             ));
         }
+        assert_eq!(self.cache.num_swapped(), self.swapped.len());
+        for swap in &self.spent {
+            assert!(matches!(
+                self.cache.swap_in(*swap),
+                Err(Error::StaleHandle { .. })
+            ));
+        }
+        if self.swapped.is_empty() {
+            let used = |usage: &candle_paged_attn::cache::GroupUsage| usage.host_blocks_used;
+            assert!(self.cache.usage().iter().all(|usage| used(usage) == 0));
+        }
+        self.check_deduplicated();
         for naive in &self.live {
             assert_eq!(self.cache.sequence_tokens(naive.id).unwrap(), naive.tokens);
             for layer in 0..self.windows.len() {
@@ -386,6 +546,29 @@ impl World {
     }
 }
 
+impl World {
+    /// With deduplication equal full blocks are one, as long as all that was registered can
+    /// be found.
+    fn check_deduplicated(&self) {
+        if !self.switches.deduplicate || self.evicted || self.swapped_in {
+            return;
+        }
+        for g in 0..self.cache.spec().groups.len() {
+            let mut blocks = HashMap::new();
+            for naive in self.live.iter().filter(|naive| naive.indexed) {
+                let (first, table) = self.cache.block_table(naive.id, g).unwrap();
+                for (logical, block) in (first..).zip(table) {
+                    let end = (logical + 1) * self.block_size;
+                    if let Some(content) = naive.tokens.get(..end) {
+                        let content = (naive.namespace, content);
+                        assert_eq!(*blocks.entry(content).or_insert(block), block);
+                    }
+                }
+            }
+        }
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 2000, failure_persistence: None, ..ProptestConfig::default() })]
 
@@ -396,9 +579,13 @@ proptest! {
         windows in prop::sample::select(vec![
             vec![None], vec![None, Some(5)], vec![Some(3)], vec![Some(8), None, Some(8)],
         ]),
+        sub_block in any::<bool>(),
+        deduplicate in any::<bool>(),
+        host in prop::option::weighted(0.8, 1usize..30),
         ops in prop::collection::vec(op(), 1..40),
     ) {
-        let mut world = World::new(block_size, tokens.div_ceil(block_size), windows);
+        let switches = Switches { sub_block, deduplicate, host };
+        let mut world = World::new(block_size, tokens.div_ceil(block_size), windows, switches);
         for op in &ops {
             world.apply(op);
             world.check();
@@ -408,6 +595,9 @@ proptest! {
         }
         for pin in std::mem::take(&mut world.pins) {
             world.cache.unpin(pin).unwrap();
+        }
+        for (swap, _, _) in std::mem::take(&mut world.swapped) {
+            world.cache.discard_swap(swap).unwrap();
         }
         world.check();
         for usage in world.cache.usage() {

@@ -38,7 +38,7 @@ use crate::error::{Error, Result};
 /// goes, that block is sorted back into its queue by age, a walk past the idle blocks used in
 /// between (none, when the blocks of a sequence are released together).
 ///
-/// Bookkeeping takes about 130 bytes and `4 * block_size` bytes for each block.
+/// Bookkeeping takes about 140 bytes and `4 * block_size` bytes for each block.
 ///
 /// The method is vLLM's block pool (Kwon et al. 2023, *Efficient Memory Management for Large
 /// Language Model Serving with PagedAttention*) with a tree of nodes, as in SGLang's

@@ -39,6 +39,8 @@ struct Node {
 pub(super) struct PrefixIndex<S> {
     block_size: usize,
     nodes: Vec<Node>,
+    /// Nodes without a parent, of every namespace.
+    roots: List,
     siblings: Links,
     /// Tokens of the node in slot `n`: `n * block_size ..`.
     tokens: Vec<u32>,
@@ -50,6 +52,9 @@ pub(super) struct PrefixIndex<S> {
     serial: u64,
     /// Slot of the node that each block is a copy of.
     owner: Vec<u32>,
+    /// Number of the registration that made each block a copy.
+    stamps: Vec<u64>,
+    last_stamp: u64,
     copies: Links,
 }
 
@@ -76,11 +81,14 @@ impl<S: BuildHasher> PrefixIndex<S> {
         buckets.resize(num_buckets, NIL);
         let mut owner = reserved(blocks)?;
         owner.resize(blocks, NIL);
+        let mut stamps = reserved(blocks)?;
+        stamps.resize(blocks, 0);
         let mut copies = Links::with_capacity(blocks)?;
         (0..blocks).for_each(|_| copies.grow());
         Ok(Self {
             block_size,
             nodes: reserved(blocks)?,
+            roots: List::default(),
             siblings: Links::with_capacity(blocks)?,
             tokens: reserved(tokens)?,
             buckets,
@@ -89,6 +97,8 @@ impl<S: BuildHasher> PrefixIndex<S> {
             live: 0,
             serial: 0,
             owner,
+            stamps,
+            last_stamp: 0,
             copies,
         })
     }
@@ -146,10 +156,11 @@ impl<S: BuildHasher> PrefixIndex<S> {
             pinned: NIL,
             ..Node::default()
         };
-        if key.parent != NIL {
-            let children = &mut self.nodes[key.parent as usize].children;
-            self.siblings.push_back(children, slot);
-        }
+        let siblings = match key.parent {
+            NIL => &mut self.roots,
+            parent => &mut self.nodes[parent as usize].children,
+        };
+        self.siblings.push_back(siblings, slot);
         slot
     }
 
@@ -170,10 +181,11 @@ impl<S: BuildHasher> PrefixIndex<S> {
     /// Removes a node that has neither copies nor children.
     pub(super) fn remove(&mut self, slot: u32) {
         let node = std::mem::take(&mut self.nodes[slot as usize]);
-        if node.parent != NIL {
-            let children = &mut self.nodes[node.parent as usize].children;
-            self.siblings.unlink(children, slot);
-        }
+        let siblings = match node.parent {
+            NIL => &mut self.roots,
+            parent => &mut self.nodes[parent as usize].children,
+        };
+        self.siblings.unlink(siblings, slot);
         let bucket = self.bucket(node.hash);
         if self.buckets[bucket] == slot {
             self.buckets[bucket] = node.next;
@@ -194,9 +206,10 @@ impl<S: BuildHasher> PrefixIndex<S> {
 }
 
 impl<S> PrefixIndex<S> {
-    /// Removes every node. Serial numbers go on, so old ids stay stale.
+    /// Removes every node. Serial numbers and stamps go on, so old ones stay stale.
     pub(super) fn clear(&mut self) {
         self.nodes.clear();
+        self.roots = List::default();
         self.siblings.clear();
         self.tokens.clear();
         self.buckets.fill(NIL);
@@ -237,6 +250,16 @@ impl<S> PrefixIndex<S> {
 
     pub(super) fn first_child(&self, slot: u32) -> u32 {
         self.nodes[slot as usize].children.head()
+    }
+
+    /// The nodes that follow `parent`, oldest first; [`NIL`]: those that start a prompt, of
+    /// every namespace.
+    pub(super) fn children(&self, parent: u32) -> impl Iterator<Item = u32> + '_ {
+        let children = match parent {
+            NIL => &self.roots,
+            parent => &self.nodes[parent as usize].children,
+        };
+        self.siblings.iter(children)
     }
 
     pub(super) fn depth(&self, slot: u32) -> u32 {
@@ -281,6 +304,17 @@ impl<S> PrefixIndex<S> {
         self.owner[block as usize] = slot;
         self.copies
             .push_front(&mut self.nodes[slot as usize].copies, block);
+    }
+
+    /// Gives a block that becomes a copy a number that no other registration has.
+    pub(super) fn stamp(&mut self, block: u32) {
+        self.last_stamp += 1;
+        self.stamps[block as usize] = self.last_stamp;
+    }
+
+    /// The number of the registration that made a block a copy, while it is one.
+    pub(super) fn stamp_of(&self, block: u32) -> Option<u64> {
+        self.owner(block).map(|_| self.stamps[block as usize])
     }
 
     /// Removes a copy and returns the node that it was of.
@@ -346,7 +380,10 @@ impl<S> PrefixIndex<S> {
 impl<S: BuildHasher> PrefixIndex<S> {
     /// The rule that the nodes break, if they break one.
     pub(super) fn broken_rule(&self) -> Option<String> {
-        let (mut live, mut copies, mut children) = (0, 0, 0);
+        let (mut live, mut copies, mut children, mut roots) = (0, 0, 0, 0);
+        if !self.siblings.is_sound(&self.roots) {
+            return Some("the roots are linked".into());
+        }
         for (slot, node) in (0..).zip(&self.nodes) {
             if node.serial == 0 {
                 continue;
@@ -391,6 +428,8 @@ impl<S: BuildHasher> PrefixIndex<S> {
                 }
             } else if node.parent != NIL || node.depth != 0 {
                 return broken("it has a parent or is a root");
+            } else {
+                roots += 1;
             }
             let key = Key {
                 namespace: &node.namespace,
@@ -406,6 +445,14 @@ impl<S: BuildHasher> PrefixIndex<S> {
         let nodes = self.nodes.iter().filter(|node| node.serial != 0);
         if nodes.map(|n| n.children.len()).sum::<usize>() != children {
             return Some("every child list holds findable nodes".into());
+        }
+        let is_root = |&slot: &u32| {
+            let node = &self.nodes[slot as usize];
+            node.serial != 0 && node.parent == NIL
+        };
+        if self.roots.len() != roots || !self.siblings.iter(&self.roots).all(|slot| is_root(&slot))
+        {
+            return Some("the root list holds every root".into());
         }
         if self.owner.iter().filter(|&&slot| slot != NIL).count() != copies {
             return Some("every keyed block is a copy of a findable node".into());

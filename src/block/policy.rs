@@ -23,7 +23,9 @@ pub struct Candidate {
 /// Chooses the next block to evict.
 ///
 /// A policy only advises. It is asked once for each block that is needed after all unkeyed
-/// ones are used; whatever it answers, references, pins and the index stay intact.
+/// ones are used; whatever it answers, references, pins and the index stay intact. It is asked
+/// in the middle of an allocation, under the lock of the cache: it must not panic, which would
+/// lose the blocks already taken, nor call the cache, which would wait for itself.
 pub trait EvictionPolicy: Send + Debug {
     /// Picks one of `candidates`, which come least recently used first and are never none.
     /// On `None`, or a block that is not a candidate, the first is taken.

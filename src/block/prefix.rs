@@ -55,6 +55,44 @@ impl<S: BuildHasher> BlockAllocator<S> {
         self.find(namespace, parent, tokens).map(|(_, hit)| hit)
     }
 
+    /// The content that follows `parent` (or starts a prompt) and shares the most leading
+    /// tokens with `tokens`, and how many they are: at least one, at most a block. Among
+    /// equals the one that was registered first. The rows of these tokens in its block are
+    /// those that `tokens` would get, the rows behind them are not.
+    ///
+    /// No side effect. O(children of the parent); at the start of a prompt O(findable
+    /// prompts), those of other namespaces included.
+    pub fn closest_child(
+        &self,
+        namespace: &Namespace,
+        parent: Option<NodeId>,
+        tokens: &[u32],
+    ) -> Option<(Hit, usize)> {
+        let parent = match parent {
+            None => NIL,
+            Some(id) => self.index.resolve(id)?,
+        };
+        let mut closest: Option<(u32, usize)> = None;
+        for child in self.index.children(parent) {
+            let content = self.index.tokens(child).iter();
+            let shared = content.zip(tokens).take_while(|(a, b)| a == b).count();
+            if shared > closest.map_or(0, |(_, most)| most)
+                && self.index.namespace(child) == namespace
+            {
+                closest = Some((child, shared));
+            }
+        }
+        let (node, shared) = closest?;
+        Some((self.hit(node)?, shared))
+    }
+
+    fn hit(&self, node: u32) -> Option<Hit> {
+        Some(Hit {
+            node: self.index.id(node),
+            block: BlockId::new(self.index.first_copy(node)?),
+        })
+    }
+
     fn find(&self, namespace: &Namespace, parent: u32, tokens: &[u32]) -> Option<(u32, Hit)> {
         let key = Key {
             namespace,
@@ -62,11 +100,7 @@ impl<S: BuildHasher> BlockAllocator<S> {
             tokens,
         };
         let node = self.index.find(key)?;
-        let hit = Hit {
-            node: self.index.id(node),
-            block: BlockId::new(self.index.first_copy(node)?),
-        };
-        Some((node, hit))
+        Some((node, self.hit(node)?))
     }
 
     /// Makes a block findable as the content that follows `parent` (`None`: that starts a
@@ -130,6 +164,7 @@ impl<S: BuildHasher> BlockAllocator<S> {
         let found = self.index.find(key);
         let node = found.unwrap_or_else(|| self.index.insert(key));
         self.index.add_copy(node, copy);
+        self.index.stamp(copy);
         let id = self.index.id(node);
         match found {
             Some(_) => self.requeue_copies(node),
@@ -152,6 +187,17 @@ impl<S: BuildHasher> BlockAllocator<S> {
     pub fn node_of(&self, block: BlockId) -> Option<NodeId> {
         let index = self.known("node_of", block).ok()?;
         self.index.owner(index).map(|node| self.index.id(node))
+    }
+
+    /// A number that names the bytes of a findable block, `None` if it is not findable.
+    ///
+    /// Every registration, of any block, gets another number, and a findable block is not
+    /// written to: while a block has the stamp it had before it holds the bytes it held
+    /// before. (Two copies of one node hold K/V of equal tokens, which may have been computed
+    /// in different steps and so differ in the last bits.)
+    pub fn stamp(&self, block: BlockId) -> Option<u64> {
+        let index = self.known("stamp", block).ok()?;
+        self.index.stamp_of(index)
     }
 
     /// Whether a block is findable.

@@ -1,101 +1,23 @@
 //! [`PagedKvCache`]: the handle that ties the bookkeeping to the tensors.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
 use candle_core::{Device, Tensor};
 
+use super::admission::{AddOptions, Added, Cost};
+use super::host::HostPool;
 use super::plan::{Feed, Layers, StepBuffers, StepPlan};
-use super::pool::{CacheConfig, LayerKv, block_bytes};
+use super::pool::{CacheConfig, LayerKv, block_bytes, check_memory};
 use super::sequence::{SequenceId, Sequences};
 use super::spec::CacheSpec;
-use super::state::{Counters, Group, State};
-use crate::block::{BlockAllocator, BlockId, Event, EvictionPolicy, Lru, Namespace, Stats};
+use super::state::{Group, State};
+use super::usage::{Counters, GroupUsage};
+use crate::block::{BlockAllocator, Event, EvictionPolicy, Lru, Stats};
 use crate::error::{Error, Result};
 use crate::ops;
 
 /// An event of the prefix index, with the number of its layer group.
 pub type CacheEvent = (usize, Event);
-
-/// How a sequence is added.
-#[derive(Debug, Clone, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct AddOptions {
-    /// The key under which its blocks are shared: only prompts of an equal namespace hit.
-    pub namespace: Namespace,
-    /// Look the prompt up. Off, every token is computed (as a caller who wants the logits of
-    /// the whole prompt needs); the blocks are still registered for others.
-    pub read_prefix: bool,
-    /// Register its full blocks, so that later prompts find them.
-    pub indexed: bool,
-}
-
-impl Default for AddOptions {
-    fn default() -> Self {
-        Self {
-            namespace: Namespace::default(),
-            read_prefix: true,
-            indexed: true,
-        }
-    }
-}
-
-impl AddOptions {
-    /// Shares blocks only within `namespace`.
-    #[must_use]
-    pub fn with_namespace(mut self, namespace: Namespace) -> Self {
-        self.namespace = namespace;
-        self
-    }
-
-    /// Switches the look-up off.
-    #[must_use]
-    pub fn without_prefix_reads(mut self) -> Self {
-        self.read_prefix = false;
-        self
-    }
-
-    /// Keeps the sequence out of the prefix index: neither looked up nor registered.
-    #[must_use]
-    pub fn unindexed(mut self) -> Self {
-        self.read_prefix = false;
-        self.indexed = false;
-        self
-    }
-}
-
-/// Answer of [`PagedKvCache::add`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Added {
-    /// The new sequence.
-    pub id: SequenceId,
-    /// Leading tokens whose K/V were found; feed the prompt from here on.
-    pub cached_tokens: usize,
-}
-
-/// What a prompt would cost now, see [`PagedKvCache::cost`].
-#[derive(Debug, Clone, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Cost {
-    /// Leading tokens that are cached.
-    pub cached_tokens: usize,
-    /// Blocks that the prompt would take from what is available, per group: cached blocks
-    /// that nobody uses now, and new ones for the rest of the prompt fed in one step.
-    pub blocks_needed: Vec<usize>,
-    /// Blocks available now, per group.
-    pub blocks_available: Vec<usize>,
-}
-
-impl Cost {
-    /// Whether every group has enough blocks.
-    pub fn fits(&self) -> bool {
-        self.blocks_needed
-            .iter()
-            .zip(&self.blocks_available)
-            .all(|(needed, free)| needed <= free)
-    }
-}
 
 /// Answer of [`PagedKvCache::pin`]; give it to [`PagedKvCache::unpin`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -104,26 +26,6 @@ pub struct Pin {
     id: u64,
     /// Leading tokens that stay cached.
     pub tokens: usize,
-}
-
-/// How full one group is.
-#[derive(Debug, Clone, Copy, PartialEq)]
-#[non_exhaustive]
-pub struct GroupUsage {
-    /// Blocks of the pool.
-    pub blocks_total: usize,
-    /// Blocks that sequences, pins or a live plan hold, shared ones counted once.
-    pub blocks_used: usize,
-    /// Unused blocks that can still be found by their prefix.
-    pub blocks_cached: usize,
-    /// Unused blocks without content.
-    pub blocks_free: usize,
-    /// Bytes of one block, K and V of all layers of the group.
-    pub bytes_per_block: u64,
-    /// Tokens stored in the used blocks, shared ones counted once.
-    pub tokens: usize,
-    /// `tokens` over the rows of the used blocks, 0 to 1; 1 if none is used.
-    pub utilization: f64,
 }
 
 /// A paged, shared KV cache for the layers of one model.
@@ -137,16 +39,18 @@ pub struct GroupUsage {
 /// Language Model Serving with PagedAttention").
 #[derive(Debug, Clone)]
 pub struct PagedKvCache {
-    inner: Arc<Inner>,
+    pub(super) inner: Arc<Inner>,
 }
 
 #[derive(Debug)]
 pub(super) struct Inner {
     state: Mutex<State>,
     buffers: Mutex<StepBuffers>,
-    layers: Arc<Layers>,
+    pub(super) layers: Arc<Layers>,
+    /// The host pool, layer by layer; empty without one.
+    pub(super) host: Vec<LayerKv>,
     device: Device,
-    spec: CacheSpec,
+    pub(super) spec: CacheSpec,
 }
 
 impl PagedKvCache {
@@ -154,8 +58,10 @@ impl PagedKvCache {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] for a block size that is not a power of two from 1 to 256, a
-    /// size without a block in each group, or a spec that contradicts itself;
-    /// [`Error::Candle`] if the device has no memory.
+    /// size without a block in each group or beyond the memory of a CPU, a spec that
+    /// contradicts itself, a fraction of free memory on a device that is not CUDA, or a CUDA
+    /// device on the per-thread default stream (make it with
+    /// [`Device::new_cuda_with_stream`]); [`Error::Candle`] if another device has no memory.
     pub fn new(spec: &CacheSpec, config: &CacheConfig, device: &Device) -> Result<Self> {
         Self::with_policy(spec, config, device, || Box::new(Lru))
     }
@@ -172,9 +78,15 @@ impl PagedKvCache {
         mut policy: impl FnMut() -> Box<dyn EvictionPolicy>,
     ) -> Result<Self> {
         spec.check()?;
-        let blocks = config.blocks_per_group(spec)?;
+        ops::check_stream("paged_kv_cache", device)?;
+        let blocks = config.blocks_per_group(spec, device)?;
+        if device.is_cpu() {
+            check_memory(spec, &blocks, config.block_size)?;
+        }
         let mut groups = Vec::with_capacity(spec.groups.len());
         let buffers = StepBuffers::new(blocks.iter().copied(), config.block_size)?;
+        let host_blocks = config.host_blocks_per_group(spec)?;
+        let mut host: Vec<Option<LayerKv>> = vec![None; spec.num_layers()];
         let mut layers: Vec<Option<(LayerKv, usize, Option<usize>)>> =
             vec![None; spec.num_layers()];
         for (g, (group, &blocks)) in spec.groups.iter().zip(&blocks).enumerate() {
@@ -182,6 +94,10 @@ impl PagedKvCache {
             for &layer in &group.layers {
                 let kv = LayerKv::new(group, blocks, config.block_size, device)?;
                 layers[layer] = Some((kv, g, group.window));
+                if let Some(&blocks) = host_blocks.as_ref().and_then(|blocks| blocks.get(g)) {
+                    let kv = LayerKv::new(group, blocks, config.block_size, &Device::Cpu)?;
+                    host[layer] = Some(kv);
+                }
             }
             let mut allocator = BlockAllocator::with_policy(blocks, config.block_size, policy())?;
             allocator.record_events(config.record_events);
@@ -195,15 +111,19 @@ impl PagedKvCache {
             group: layers.iter().map(|(_, group, _)| *group).collect(),
             window: layers.iter().map(|(_, _, window)| *window).collect(),
             kv: layers.into_iter().map(|(kv, _, _)| kv).collect(),
-            epoch: AtomicU64::new(0),
+            epoch: RwLock::new(0),
         };
         let state = State {
             epoch: 0,
             block_size: config.block_size,
+            sub_block_reuse: config.sub_block_reuse,
+            deduplicate: config.deduplicate,
             groups,
             sequences: Sequences::default(),
+            host: host_blocks
+                .map(|blocks| HostPool::new(&blocks, config.block_size))
+                .transpose()?,
             pins: Default::default(),
-            next_pin: 0,
             live: None,
             next_step: 0,
             counters: Counters::default(),
@@ -211,6 +131,7 @@ impl PagedKvCache {
             blocks: Vec::new(),
             given_up: Vec::new(),
             needed: Vec::new(),
+            copying: Vec::new(),
             doomed: Vec::new(),
         };
         Ok(Self {
@@ -218,6 +139,7 @@ impl PagedKvCache {
                 state: Mutex::new(state),
                 buffers: Mutex::new(buffers),
                 layers: Arc::new(layers),
+                host: host.into_iter().flatten().collect(),
                 device: device.clone(),
                 spec: spec.clone(),
             }),
@@ -225,7 +147,9 @@ impl PagedKvCache {
     }
 
     /// Adds a sequence with the prompt `tokens` and looks its prefix up. At least one token is
-    /// left to compute: feed `tokens[cached_tokens..]`. Nothing is reserved yet.
+    /// left to compute: feed `tokens[cached_tokens..]`. Nothing is reserved yet; only the
+    /// reuse of part of a block, if it is [switched on](CacheConfig::with_sub_block_reuse),
+    /// takes a block for the copy.
     ///
     /// # Errors
     /// [`Error::Empty`] for an empty prompt, [`Error::PlanOutstanding`].
@@ -237,12 +161,8 @@ impl PagedKvCache {
                 what: "the prompt",
             });
         }
-        let (id, cached_tokens) = state.add(
-            options.namespace,
-            tokens,
-            options.read_prefix,
-            options.indexed,
-        )?;
+        let copy = |pairs: &[_]| self.inner.copy_blocks(pairs);
+        let (id, cached_tokens) = state.add(tokens, options, copy)?;
         Ok(Added { id, cached_tokens })
     }
 
@@ -256,10 +176,7 @@ impl PagedKvCache {
             .groups
             .iter()
             .zip(&prefix.groups)
-            .map(|(group, prefix)| {
-                let unused = |&&hit: &&BlockId| group.allocator.ref_count(hit) == 0;
-                fresh + prefix.blocks.iter().filter(unused).count()
-            });
+            .map(|(group, prefix)| fresh + prefix.idle(group));
         Cost {
             cached_tokens: prefix.tokens,
             blocks_needed: needed.collect(),
@@ -372,15 +289,21 @@ impl PagedKvCache {
         self.changing("unpin")?.unpin("unpin", pin.id)
     }
 
-    /// Forgets every sequence, pin and cached prefix and starts a new epoch: for replaced
-    /// weights. Always allowed; a live plan becomes stale and answers [`Error::StalePlan`].
+    /// Forgets every sequence, swapped ones too, every pin and cached prefix, and starts a new
+    /// epoch: for replaced weights. Always allowed; a live plan becomes stale and answers
+    /// [`Error::StalePlan`]. Waits for a layer that is writing at this moment, so nothing of
+    /// the old epoch reaches the new one; must not be called while the caller itself holds a
+    /// [`LayerStep`](super::LayerStep).
     pub fn clear(&self) {
         let mut state = self.inner.state();
         state.clear();
-        self.inner
+        let mut epoch = self
+            .inner
             .layers
             .epoch
-            .store(state.epoch, Ordering::Release);
+            .write()
+            .unwrap_or_else(PoisonError::into_inner);
+        *epoch = state.epoch;
     }
 
     /// Length of a sequence in tokens.
@@ -456,6 +379,7 @@ impl PagedKvCache {
             let counts = group.allocator.counts();
             let tokens = state.tokens_stored(g);
             let rows = counts.referenced * state.block_size;
+            let host = state.host.as_ref().map_or((0, 0), |host| host.usage(g));
             GroupUsage {
                 blocks_total: group.allocator.num_blocks(),
                 blocks_used: counts.referenced,
@@ -468,9 +392,18 @@ impl PagedKvCache {
                 } else {
                     tokens as f64 / rows as f64
                 },
+                host_blocks_total: host.0,
+                host_blocks_used: host.1,
             }
         });
         usage.collect()
+    }
+
+    /// Blocks that a plan could take now, per group: free, or cached and unused.
+    pub fn available_blocks(&self) -> Vec<usize> {
+        let state = self.inner.state();
+        let groups = state.groups.iter();
+        groups.map(|group| group.allocator.available()).collect()
     }
 
     /// Tokens that each group can hold.
@@ -512,7 +445,7 @@ impl PagedKvCache {
         self.inner.state().check_invariants()
     }
 
-    fn changing(&self, op: &'static str) -> Result<MutexGuard<'_, State>> {
+    pub(super) fn changing(&self, op: &'static str) -> Result<MutexGuard<'_, State>> {
         let state = self.inner.state();
         state.idle(op)?;
         Ok(state)
@@ -522,13 +455,13 @@ impl PagedKvCache {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if there is no such layer.
-    pub fn layer(&self, layer: usize) -> Result<&LayerKv> {
+    pub fn layer_kv(&self, layer: usize) -> Result<&LayerKv> {
         self.inner
             .layers
             .kv
             .get(layer)
             .ok_or_else(|| Error::InvalidArgument {
-                op: "layer",
+                op: "layer_kv",
                 what: "layer".into(),
                 expected: format!("a layer below {}", self.inner.layers.kv.len()),
                 got: layer.to_string(),
@@ -537,9 +470,9 @@ impl PagedKvCache {
 }
 
 impl Inner {
-    // A panic while the lock is held is a defect elsewhere; the state behind it is only ever
-    // changed by code that does not panic, so it is still sound.
-    fn state(&self) -> MutexGuard<'_, State> {
+    // The state is only changed by code that does not panic, so it is sound even if a thread
+    // did while it held the lock; an eviction policy is held to that by its contract.
+    pub(super) fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -1,6 +1,6 @@
 //! A reserved step: what a model's forward pass needs to know of the cache.
 
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, Weak};
 
 use candle_core::Tensor;
 
@@ -50,6 +50,15 @@ pub struct Feed<'a> {
 }
 
 impl<'a> Feed<'a> {
+    /// Whether the positions are those that a sequence of `start` tokens goes on with.
+    pub(super) fn in_order(&self, start: usize) -> bool {
+        let given = self.positions.unwrap_or(&[]);
+        given
+            .iter()
+            .zip(start..)
+            .all(|(&given, next)| given as usize == next)
+    }
+
     /// Feeds `tokens` to `sequence`, with logits for the last of them.
     pub fn new(sequence: SequenceId, tokens: &'a [u32]) -> Self {
         Self {
@@ -68,6 +77,9 @@ impl<'a> Feed<'a> {
     }
 
     /// Gives explicit rope positions. Slots and masks still follow the order of the tokens.
+    ///
+    /// Positions are not part of what a prompt is found by: unless they are the default ones,
+    /// the sequence stays out of the prefix index from this step on.
     #[must_use]
     pub fn with_positions(mut self, positions: &'a [u32]) -> Self {
         self.positions = Some(positions);
@@ -137,7 +149,21 @@ pub(super) struct Layers {
     /// Group of each layer.
     pub group: Vec<usize>,
     pub window: Vec<Option<usize>>,
-    pub epoch: std::sync::atomic::AtomicU64,
+    /// Read while a layer is used, written by `clear`.
+    pub epoch: RwLock<u64>,
+}
+
+/// A layer of a [`StepPlan`]: the arguments of the ops.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct LayerStep<'a> {
+    /// The K/V memory of the layer.
+    pub kv: &'a LayerKv,
+    /// Pages, queries and slots of the step.
+    pub table: &'a PageTable,
+    /// Keys a query sees, itself included; `None` sees the whole context.
+    pub window: Option<usize>,
+    _epoch: RwLockReadGuard<'a, u64>,
 }
 
 impl StepPlan {
@@ -177,22 +203,26 @@ impl StepPlan {
         self.rows_per_feed
     }
 
-    /// The K/V memory of `layer`, its page table and its window.
+    /// What an op needs to work on `layer`. While the answer lives the cache cannot be
+    /// cleared, so what is written through it belongs to this plan's epoch.
     ///
     /// # Errors
     /// [`Error::StalePlan`] if the cache was cleared after the plan was made,
     /// [`Error::InvalidArgument`] if there is no such layer.
-    pub fn layer(&self, layer: usize) -> Result<(&LayerKv, &PageTable, Option<usize>)> {
+    pub fn layer(&self, layer: usize) -> Result<LayerStep<'_>> {
         const OP: &str = "step_plan";
-        self.fresh(OP)?;
+        let epoch = self.fresh(OP)?;
         let group = self.layers.group.get(layer).copied();
         match (
             self.layers.kv.get(layer),
             group.and_then(|g| self.buffers.tables.get(g)),
         ) {
-            (Some(kv), Some(table)) => {
-                Ok((kv, table, self.layers.window.get(layer).copied().flatten()))
-            }
+            (Some(kv), Some(table)) => Ok(LayerStep {
+                kv,
+                table,
+                window: self.layers.window.get(layer).copied().flatten(),
+                _epoch: epoch,
+            }),
             _ => Err(Error::InvalidArgument {
                 op: OP,
                 what: "layer".into(),
@@ -202,21 +232,28 @@ impl StepPlan {
         }
     }
 
-    fn fresh(&self, op: &'static str) -> Result<()> {
-        let cache = self.layers.epoch.load(std::sync::atomic::Ordering::Acquire);
-        if cache == self.epoch {
-            Ok(())
-        } else {
-            Err(Error::StalePlan {
-                op,
-                plan: self.epoch,
-                cache,
-            })
+    /// Holds the epoch of this plan, if it still is the cache's.
+    fn fresh(&self, op: &'static str) -> Result<RwLockReadGuard<'_, u64>> {
+        let epoch = self
+            .layers
+            .epoch
+            .read()
+            .unwrap_or_else(PoisonError::into_inner);
+        if *epoch == self.epoch {
+            return Ok(epoch);
         }
+        Err(Error::StalePlan {
+            op,
+            plan: self.epoch,
+            cache: *epoch,
+        })
     }
 
     /// Makes all rows part of their sequences. Blocks that are full now can be found by later
     /// prompts; blocks behind a window are released.
+    ///
+    /// The cache takes the caller's word that every layer has written its K/V: a commit without
+    /// a forward would let later prompts find rows that were never computed.
     ///
     /// # Errors
     /// [`Error::StalePlan`] if the cache was cleared, [`Error::StaleHandle`] if it is gone.
@@ -236,7 +273,7 @@ impl StepPlan {
 
     fn finish(self, accepted: Option<&[usize]>) -> Result<()> {
         const OP: &str = "commit";
-        self.fresh(OP)?;
+        drop(self.fresh(OP)?);
         let gone = || Error::StaleHandle {
             op: OP,
             kind: "cache",

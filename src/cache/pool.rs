@@ -5,6 +5,7 @@ use candle_core::{Device, Tensor};
 use super::spec::{CacheSpec, GroupSpec};
 use crate::block::check_block_size;
 use crate::error::{Error, Result};
+use crate::ops;
 
 const OP: &str = "paged_kv_cache";
 
@@ -12,7 +13,7 @@ const OP: &str = "paged_kv_cache";
 pub const DEFAULT_BLOCK_SIZE: usize = 16;
 
 /// How large a cache is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 #[non_exhaustive]
 pub enum CacheSize {
     /// A budget for all groups together, in bytes. Groups share it so that sequences of
@@ -23,10 +24,14 @@ pub enum CacheSize {
     /// Tokens that one full-attention group must hold: `ceil(tokens / block_size)` blocks in
     /// each group. A model's context length is the usual value.
     Tokens(usize),
+    /// A fraction, above 0 and at most 1, of the device memory that is free when the cache is
+    /// made, divided like [`CacheSize::Bytes`]. Load the weights first and leave room for
+    /// activations: 0.9 is usual. Only on CUDA; not yet run on a GPU.
+    FreeMemory(f64),
 }
 
 /// Size and block size of a [`PagedKvCache`](super::PagedKvCache).
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 #[non_exhaustive]
 pub struct CacheConfig {
     /// How large the cache is.
@@ -38,6 +43,12 @@ pub struct CacheConfig {
     pub expected_tokens: usize,
     /// Record [`CacheEvent`](super::CacheEvent)s for `PagedKvCache::take_events`.
     pub record_events: bool,
+    /// Host memory for swapped sequences, besides `size`; `None`: swapping is refused.
+    pub host: Option<CacheSize>,
+    /// Reuse the leading rows of a cached block that a prompt shares only in part.
+    pub sub_block_reuse: bool,
+    /// Keep one block of equal full ones.
+    pub deduplicate: bool,
 }
 
 impl CacheConfig {
@@ -47,6 +58,9 @@ impl CacheConfig {
             block_size: DEFAULT_BLOCK_SIZE,
             expected_tokens: 2048,
             record_events: false,
+            host: None,
+            sub_block_reuse: false,
+            deduplicate: false,
         }
     }
 
@@ -64,6 +78,11 @@ impl CacheConfig {
     /// sequence of full length.
     pub fn tokens(tokens: usize) -> Self {
         Self::new(CacheSize::Tokens(tokens))
+    }
+
+    /// A fraction of the free memory of a CUDA device, see [`CacheSize::FreeMemory`].
+    pub fn free_memory(fraction: f64) -> Self {
+        Self::new(CacheSize::FreeMemory(fraction))
     }
 
     /// Tokens per block: a power of two from 1 to 256 (checked when the cache is made).
@@ -87,19 +106,73 @@ impl CacheConfig {
         self
     }
 
-    /// Blocks of each group of `spec`.
-    pub(super) fn blocks_per_group(&self, spec: &CacheSpec) -> Result<Vec<usize>> {
+    /// Takes host memory for sequences that are [swapped out], all of it when the cache is
+    /// made. A byte budget is divided between groups as that of the cache is.
+    ///
+    /// [swapped out]: super::PagedKvCache::swap_out
+    #[must_use]
+    pub fn with_host(mut self, size: CacheSize) -> Self {
+        self.host = Some(size);
+        self
+    }
+
+    /// Reuses parts of blocks: where the prompt of an added sequence leaves the cached full
+    /// blocks, the cached block that goes on with the most equal tokens is copied, and its
+    /// matching rows count as cached. Such an [`add`] takes a block at once, in each group;
+    /// where there is none for the copy only full blocks are reused. Looking for the block
+    /// costs O(blocks that follow the last hit).
+    ///
+    /// [`add`]: super::PagedKvCache::add
+    #[must_use]
+    pub fn with_sub_block_reuse(mut self) -> Self {
+        self.sub_block_reuse = true;
+        self
+    }
+
+    /// Keeps one of equal full blocks: a sequence that fills a block whose content can be
+    /// found already takes the block that is there and gives its own back, at commit.
+    ///
+    /// The sequence goes on with K/V of the same tokens that another step computed, and that
+    /// may differ in the last bits from its own.
+    #[must_use]
+    pub fn with_deduplication(mut self) -> Self {
+        self.deduplicate = true;
+        self
+    }
+
+    /// Blocks of each group of `spec` on `device`.
+    pub(super) fn blocks_per_group(&self, spec: &CacheSpec, device: &Device) -> Result<Vec<usize>> {
+        self.blocks_of("size", self.size, spec, device)
+    }
+
+    /// Host blocks of each group of `spec`, if there are to be any.
+    pub(super) fn host_blocks_per_group(&self, spec: &CacheSpec) -> Result<Option<Vec<usize>>> {
+        self.host
+            .map(|size| self.blocks_of("host", size, spec, &Device::Cpu))
+            .transpose()
+    }
+
+    fn blocks_of(
+        &self,
+        what: &str,
+        size: CacheSize,
+        spec: &CacheSpec,
+        device: &Device,
+    ) -> Result<Vec<usize>> {
         check_block_size(OP, self.block_size)?;
-        let blocks = match self.size {
+        let blocks = match size {
             CacheSize::Blocks(blocks) => vec![blocks; spec.groups.len()],
             CacheSize::Tokens(tokens) => vec![tokens.div_ceil(self.block_size); spec.groups.len()],
             CacheSize::Bytes(budget) => self.divide(spec, budget)?,
+            CacheSize::FreeMemory(fraction) => {
+                self.divide(spec, part_of_free_memory(fraction, device)?)?
+            }
         };
-        let given = || format!("{:?} with blocks of {} tokens", self.size, self.block_size);
+        let given = || format!("{size:?} with blocks of {} tokens", self.block_size);
         if blocks.contains(&0) {
             return Err(Error::InvalidArgument {
                 op: OP,
-                what: "size".into(),
+                what: what.into(),
                 expected: "at least one block in each group".into(),
                 got: given(),
             });
@@ -109,7 +182,7 @@ impl CacheConfig {
         if !blocks.iter().all(fits) {
             return Err(Error::InvalidArgument {
                 op: OP,
-                what: "size".into(),
+                what: what.into(),
                 expected: "less than 2^32 - 1 blocks in each group".into(),
                 got: given(),
             });
@@ -144,14 +217,29 @@ impl GroupSpec {
     /// Blocks that a sequence of `len` tokens holds between two steps: all of them, or those
     /// that the window of the next token still sees.
     pub fn blocks_held(&self, len: usize, block_size: usize) -> usize {
+        let block_size = block_size.max(1);
         len.div_ceil(block_size) - self.first_visible(len) / block_size
     }
 
     /// First position that a query at `position` sees.
     pub(super) fn first_visible(&self, position: usize) -> usize {
-        self.window
-            .map_or(0, |window| (position + 1).saturating_sub(window))
+        self.window.map_or(0, |window| {
+            position.saturating_add(1).saturating_sub(window)
+        })
     }
+}
+
+fn part_of_free_memory(fraction: f64, device: &Device) -> Result<u64> {
+    if !(fraction > 0.0 && fraction <= 1.0) {
+        return Err(Error::InvalidArgument {
+            op: OP,
+            what: "size".into(),
+            expected: "a fraction of the free memory above 0 and at most 1".into(),
+            got: fraction.to_string(),
+        });
+    }
+    let free = ops::free_memory(OP, device)?;
+    Ok((free as f64 * fraction) as u64)
 }
 
 /// Bytes of one block of a group, K and V of all its layers.
@@ -169,6 +257,28 @@ fn too_large() -> Error {
         expected: "a cache whose size in bytes fits into 64 bits".into(),
         got: "a larger one".into(),
     }
+}
+
+/// Refuses what no allocator could give, before candle's would abort the process.
+pub(super) fn check_memory(spec: &CacheSpec, blocks: &[usize], block_size: usize) -> Result<()> {
+    let mut total: u64 = 0;
+    for (group, &blocks) in spec.groups.iter().zip(blocks) {
+        total = block_bytes(group, block_size)?
+            .checked_mul(blocks as u64)
+            .and_then(|bytes| bytes.checked_add(total))
+            .ok_or_else(too_large)?;
+    }
+    let refused = || Error::InvalidArgument {
+        op: OP,
+        what: "size".into(),
+        expected: "a cache that fits into memory".into(),
+        got: format!("{total} bytes"),
+    };
+    let bytes = usize::try_from(total).map_err(|_| refused())?;
+    // Asks the system for address space only: nothing is touched, and it is given back at once.
+    Vec::<u8>::new()
+        .try_reserve_exact(bytes)
+        .map_err(|_| refused())
 }
 
 /// The K/V memory of one layer.

@@ -1,19 +1,27 @@
-//! Sequences and the generational handles that name them.
+//! Sequences and the handles that name them.
+
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::block::{BlockTable, Namespace, NodeId};
 use crate::error::{Error, Result};
 
-/// Names a sequence of one cache. A handle outlives its sequence harmlessly: its slot's
-/// generation moves on when the sequence is removed, and the stale handle is refused.
+/// Names a sequence of one cache. A handle outlives its sequence harmlessly: its serial number
+/// is never used again, in no cache of the process, so a stale or foreign handle is refused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct SequenceId {
     slot: u32,
-    generation: u32,
+    serial: u64,
+}
+
+/// A number that nothing else in the process was given: for handles.
+pub(super) fn unique() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    NEXT.fetch_add(1, Ordering::Relaxed)
 }
 
 impl std::fmt::Display for SequenceId {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{}v{}", self.slot, self.generation)
+        self.serial.fmt(f)
     }
 }
 
@@ -43,12 +51,27 @@ pub(super) struct Sequence {
     pub indexed: bool,
     pub tokens: Vec<u32>,
     pub groups: Vec<GroupState>,
+    /// Its prompt, until the first commit has counted it.
+    pub query: Option<Query>,
 }
 
-/// All sequences, in slots that are reused with a new generation.
+/// A prompt as the statistics count it.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Query {
+    /// Tokens of the prompt.
+    pub tokens: usize,
+    /// Tokens that were looked up: all or none.
+    pub looked_up: usize,
+    /// Tokens that were found.
+    pub cached: usize,
+    /// It was in the cache before and gave way to others.
+    pub recompute: bool,
+}
+
+/// All sequences, in slots that are reused under a new serial number.
 #[derive(Debug, Default)]
 pub(super) struct Sequences {
-    slots: Vec<(u32, Option<Sequence>)>,
+    slots: Vec<(u64, Option<Sequence>)>,
     free: Vec<u32>,
 }
 
@@ -61,33 +84,29 @@ impl Sequences {
                 (self.slots.len() - 1) as u32
             }
         };
-        let entry = &mut self.slots[slot as usize];
-        entry.1 = Some(sequence);
-        SequenceId {
-            slot,
-            generation: entry.0,
-        }
+        let serial = unique();
+        self.slots[slot as usize] = (serial, Some(sequence));
+        SequenceId { slot, serial }
     }
 
     pub(super) fn get(&self, op: &'static str, id: SequenceId) -> Result<&Sequence> {
         match self.slots.get(id.slot as usize) {
-            Some((generation, Some(sequence))) if *generation == id.generation => Ok(sequence),
+            Some((serial, Some(sequence))) if *serial == id.serial => Ok(sequence),
             _ => Err(stale(op, id)),
         }
     }
 
     pub(super) fn get_mut(&mut self, op: &'static str, id: SequenceId) -> Result<&mut Sequence> {
         match self.slots.get_mut(id.slot as usize) {
-            Some((generation, Some(sequence))) if *generation == id.generation => Ok(sequence),
+            Some((serial, Some(sequence))) if *serial == id.serial => Ok(sequence),
             _ => Err(stale(op, id)),
         }
     }
 
     pub(super) fn remove(&mut self, op: &'static str, id: SequenceId) -> Result<Sequence> {
         match self.slots.get_mut(id.slot as usize) {
-            Some((generation, entry)) if *generation == id.generation => {
+            Some((serial, entry)) if *serial == id.serial => {
                 let sequence = entry.take().ok_or_else(|| stale(op, id))?;
-                *generation = generation.wrapping_add(1);
                 self.free.push(id.slot);
                 Ok(sequence)
             }
@@ -97,9 +116,8 @@ impl Sequences {
 
     /// Forgets every sequence; all handles are stale afterwards.
     pub(super) fn clear(&mut self) {
-        for (slot, (generation, entry)) in self.slots.iter_mut().enumerate() {
+        for (slot, (_, entry)) in self.slots.iter_mut().enumerate() {
             if entry.take().is_some() {
-                *generation = generation.wrapping_add(1);
                 self.free.push(slot as u32);
             }
         }

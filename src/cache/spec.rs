@@ -61,12 +61,29 @@ pub struct LayerShape {
 
 const OP: &str = "cache_spec";
 
+/// More layers than any model has: a number beyond it is a mistake, refused before memory for
+/// so many is asked for.
+const MAX_LAYERS: usize = 10_000;
+
+fn check_layers(layers: usize) -> Result<()> {
+    if (1..=MAX_LAYERS).contains(&layers) {
+        return Ok(());
+    }
+    Err(Error::InvalidArgument {
+        op: OP,
+        what: "layers".into(),
+        expected: format!("1 to {MAX_LAYERS}"),
+        got: layers.to_string(),
+    })
+}
+
 impl CacheSpec {
     /// One group: `layers` equal layers of full attention with K and V of `dim`.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] for a zero or an unsupported dtype.
     pub fn uniform(layers: usize, kv_heads: usize, dim: usize, dtype: DType) -> Result<Self> {
+        check_layers(layers)?;
         let shape = LayerShape {
             window: None,
             kv_heads,
@@ -82,6 +99,7 @@ impl CacheSpec {
     /// # Errors
     /// [`Error::InvalidArgument`] for no layer, a zero, or a dtype other than f32, f16, bf16.
     pub fn from_layers(layers: &[LayerShape], dtype: DType) -> Result<Self> {
+        check_layers(layers.len())?;
         let mut groups: Vec<GroupSpec> = Vec::new();
         for (number, layer) in layers.iter().enumerate() {
             let same = |g: &&mut GroupSpec| {

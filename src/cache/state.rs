@@ -3,9 +3,11 @@
 
 use std::collections::HashMap;
 
-use super::sequence::{Chain, GroupState, Sequence, SequenceId, Sequences};
+use super::host::HostPool;
+use super::sequence::{Chain, SequenceId, Sequences, unique};
 use super::spec::GroupSpec;
-use crate::block::{BlockAllocator, BlockId, BlockTable, Event, Namespace, NodeId};
+use super::usage::Counters;
+use crate::block::{BlockAllocator, BlockId, BlockTable, Event, NodeId};
 use crate::error::{Error, Result};
 
 /// One layer group: its pool of blocks.
@@ -20,6 +22,8 @@ pub(super) struct Group {
 pub(super) struct LiveFeed {
     pub sequence: SequenceId,
     pub rows: usize,
+    /// Whether positions follow the order of the tokens, as a prompt's do.
+    pub in_order: bool,
 }
 
 /// How to take back what the live step changed in one group of one sequence.
@@ -41,52 +45,19 @@ pub(super) struct Live {
     pub undo: Vec<Undo>,
 }
 
-/// Monotone counters of a cache.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Counters {
-    /// Prompts added.
-    pub prompts: u64,
-    /// Tokens of those prompts.
-    pub prompt_tokens: u64,
-    /// Tokens of those prompts that were found in the prefix index.
-    pub cached_tokens: u64,
-    /// Steps committed.
-    pub steps: u64,
-    /// Tokens committed.
-    pub committed_tokens: u64,
-    /// Steps dropped without commit.
-    pub rollbacks: u64,
-    /// Blocks copied on write.
-    pub copies: u64,
-}
-
-/// A prompt's cached prefix.
-pub(super) struct Prefix {
-    pub tokens: usize,
-    pub groups: Vec<PrefixGroup>,
-}
-
-/// The cached prefix in one group.
-pub(super) struct PrefixGroup {
-    /// Logical index of the first block that is needed.
-    pub first: usize,
-    /// The blocks from there on.
-    pub blocks: Vec<BlockId>,
-    /// How far the whole prefix is in the index.
-    pub chain: Chain,
-}
-
 /// Everything that changes, behind one lock.
 #[derive(Debug)]
 pub(super) struct State {
     pub epoch: u64,
     pub block_size: usize,
+    pub sub_block_reuse: bool,
+    pub deduplicate: bool,
     pub groups: Vec<Group>,
     pub sequences: Sequences,
+    /// Where swapped sequences are, if the cache was made with such a place.
+    pub host: Option<HostPool>,
     /// The last pinned node of each pin, per group.
     pub pins: HashMap<u64, Vec<Option<NodeId>>>,
-    pub next_pin: u64,
     pub live: Option<Live>,
     pub next_step: u64,
     pub counters: Counters,
@@ -95,6 +66,8 @@ pub(super) struct State {
     pub blocks: Vec<BlockId>,
     pub given_up: Vec<(BlockId, u32)>,
     pub needed: Vec<usize>,
+    /// The logical block that each feed has to copy, group after group.
+    pub copying: Vec<Option<usize>>,
     /// Sequences to remove once the live step has ended.
     pub doomed: Vec<SequenceId>,
 }
@@ -109,81 +82,11 @@ impl State {
         }
     }
 
-    /// The longest prefix of `tokens` that every group can serve, at least one token short of
-    /// all. No side effect.
-    pub(super) fn find_prefix(&self, namespace: &Namespace, tokens: &[u32]) -> Prefix {
-        let mut blocks = tokens.len().saturating_sub(1) / self.block_size;
-        let mut hits = Vec::with_capacity(self.groups.len());
-        for group in &self.groups {
-            let found = group.allocator.lookup(namespace, tokens, blocks);
-            blocks = found.len();
-            hits.push(found);
-        }
-        let cached = blocks * self.block_size;
-        let groups = hits.into_iter().zip(&self.groups).map(|(found, group)| {
-            // A window needs only the blocks that the next query still sees.
-            let first = (group.spec.first_visible(cached) / self.block_size).min(blocks);
-            let found = &found[..blocks];
-            PrefixGroup {
-                first,
-                blocks: found[first..].iter().map(|hit| hit.block).collect(),
-                chain: Chain {
-                    blocks,
-                    last: found.last().map(|hit| hit.node),
-                },
-            }
-        });
-        Prefix {
-            tokens: cached,
-            groups: groups.collect(),
-        }
-    }
-
-    /// Makes a sequence that holds the cached prefix of `tokens`; answers its length.
-    pub(super) fn add(
-        &mut self,
-        namespace: Namespace,
-        tokens: &[u32],
-        read_prefix: bool,
-        indexed: bool,
-    ) -> Result<(SequenceId, usize)> {
-        let wanted = if read_prefix { tokens } else { &[] };
-        let prefix = self.find_prefix(&namespace, wanted);
-        let mut groups = Vec::with_capacity(self.groups.len());
-        for (group, prefix) in self.groups.iter_mut().zip(&prefix.groups) {
-            self.blocks.clear();
-            // Only hits are acquired: taking idle blocks into use cannot run out.
-            group
-                .allocator
-                .acquire(&prefix.blocks, 0, &mut self.blocks)?;
-            let mut table = BlockTable::starting_at(prefix.first);
-            for &hit in &prefix.blocks {
-                table.push(hit);
-            }
-            groups.push(GroupState {
-                table,
-                chain: indexed.then_some(prefix.chain),
-            });
-        }
-        for group in &mut self.groups {
-            group.allocator.record_query(wanted.len(), prefix.tokens);
-        }
-        self.counters.prompts += 1;
-        self.counters.prompt_tokens += tokens.len() as u64;
-        self.counters.cached_tokens += prefix.tokens as u64;
-        let tokens = tokens[..prefix.tokens].to_vec();
-        let id = self.sequences.insert(Sequence {
-            namespace,
-            indexed,
-            tokens,
-            groups,
-        });
-        Ok((id, prefix.tokens))
-    }
-
     /// A second sequence with the same tokens, sharing every block.
     pub(super) fn fork(&mut self, op: &'static str, id: SequenceId) -> Result<SequenceId> {
-        let copy = self.sequences.get(op, id)?.clone();
+        let mut copy = self.sequences.get(op, id)?.clone();
+        // One prompt, however many sequences go on from it.
+        copy.query = None;
         for (group, held) in self.groups.iter_mut().zip(&copy.groups) {
             for &block in held.table.blocks() {
                 group.allocator.retain(block)?;
@@ -288,8 +191,7 @@ impl State {
             }
             nodes.push(last);
         }
-        let pin = self.next_pin;
-        self.next_pin += 1;
+        let pin = unique();
         self.pins.insert(pin, nodes);
         Ok((pin, blocks * self.block_size))
     }
@@ -317,6 +219,9 @@ impl State {
         self.doomed.clear();
         self.sequences.clear();
         self.pins.clear();
+        if let Some(host) = &mut self.host {
+            host.clear();
+        }
         for group in &mut self.groups {
             group.allocator.clear();
         }
@@ -363,8 +268,8 @@ impl State {
                 .sum::<usize>()
     }
 
-    /// Checks every allocator, and that each reference is one that a sequence, the live step
-    /// or a pin holds.
+    /// Checks every allocator, that each reference is one that a sequence, the live step or a
+    /// pin holds, and the host pool.
     pub(super) fn check_invariants(&self) -> Result<()> {
         const OP: &str = "check_invariants";
         let broken = |what: String| Err(Error::Invariant { op: OP, what });
@@ -412,6 +317,8 @@ impl State {
                 }
             }
         }
-        Ok(())
+        self.host
+            .as_ref()
+            .map_or(Ok(()), HostPool::check_invariants)
     }
 }

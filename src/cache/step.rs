@@ -1,7 +1,7 @@
 //! One step on the bookkeeping: reserve, then commit or roll back.
 
 use super::plan::{Feed, StepBuffers};
-use super::sequence::{Chain, Sequence};
+use super::sequence::Sequence;
 use super::state::{Group, LiveFeed, State, Undo};
 use crate::block::BlockId;
 use crate::error::{Error, Result};
@@ -18,6 +18,7 @@ impl State {
         // Counting is separate from taking, so that a step that does not fit changes nothing
         // in any group.
         self.needed.clear();
+        self.copying.clear();
         for (g, group) in self.groups.iter().enumerate() {
             self.given_up.clear();
             let mut needed = 0;
@@ -26,6 +27,9 @@ impl State {
                 let copy = must_copy(group, g, sequence, self.block_size, &mut self.given_up);
                 let end = (sequence.tokens.len() + feed.tokens.len()).div_ceil(self.block_size);
                 needed += end - sequence.groups[g].table.end() + usize::from(copy.is_some());
+                // Taking blocks may evict an ancestor and with it the reason to copy; what is
+                // done is what was counted.
+                self.copying.push(copy);
             }
             let free = group.allocator.available();
             if needed > free {
@@ -51,14 +55,15 @@ impl State {
             },
         );
         for feed in feeds {
+            let start = self.sequences.get(PLAN, feed.sequence)?.tokens.len();
             live.feeds.push(LiveFeed {
                 sequence: feed.sequence,
                 rows: feed.tokens.len(),
+                in_order: feed.in_order(start),
             });
         }
         let groups = self.groups.len();
         for (g, group) in self.groups.iter_mut().enumerate() {
-            self.given_up.clear();
             self.blocks.clear();
             group.allocator.allocate(self.needed[g], &mut self.blocks)?;
             let mut fresh = self.blocks.drain(..);
@@ -66,7 +71,7 @@ impl State {
                 let sequence = self.sequences.get_mut(PLAN, feed.sequence)?;
                 let undo = &mut live.undo[f * groups + g];
                 undo.end = sequence.groups[g].table.end();
-                let copy = must_copy(group, g, sequence, self.block_size, &mut self.given_up);
+                let copy = self.copying[g * feeds.len() + f];
                 let end = (sequence.tokens.len() + feed.tokens.len()).div_ceil(self.block_size);
                 let table = &mut sequence.groups[g].table;
                 if let Some(logical) = copy
@@ -188,7 +193,20 @@ impl State {
                 .tokens
                 .extend_from_slice(&token_ids[row..row + taken]);
             row += feed.rows;
+            if !feed.in_order && taken > 0 {
+                sequence.indexed = false;
+                sequence
+                    .groups
+                    .iter_mut()
+                    .for_each(|held| held.chain = None);
+            }
             self.counters.committed_tokens += taken as u64;
+            if let Some(query) = sequence.query.take() {
+                self.counters.count(query);
+                for group in self.groups.iter_mut().filter(|_| !query.recompute) {
+                    group.allocator.record_query(query.looked_up, query.cached);
+                }
+            }
             for (g, group) in self.groups.iter_mut().enumerate() {
                 if let Some((_, old)) = live.undo[f * groups + g].replaced {
                     group.allocator.release(old)?;
@@ -198,28 +216,12 @@ impl State {
                 for block in held.table.truncate_to(len.div_ceil(self.block_size)) {
                     group.allocator.release(block)?;
                 }
-                while let Some(chain) = held
-                    .chain
-                    .filter(|chain| chain.blocks < len / self.block_size)
-                {
-                    let rows = chain.blocks * self.block_size..(chain.blocks + 1) * self.block_size;
-                    let last = match held.table.get(chain.blocks) {
-                        Some(block) => {
-                            let tokens = &sequence.tokens[rows];
-                            group.allocator.register(
-                                &sequence.namespace,
-                                chain.last,
-                                tokens,
-                                block,
-                            )?
-                        }
-                        None => None,
-                    };
-                    held.chain = last.map(|node| Chain {
-                        blocks: chain.blocks + 1,
-                        last: Some(node),
-                    });
-                }
+                self.counters.deduplicated += group.register_full(
+                    &sequence.namespace,
+                    &sequence.tokens,
+                    held,
+                    self.deduplicate,
+                )?;
                 let visible = group.spec.first_visible(len) / self.block_size;
                 // First block first: what is farthest behind the window is evicted first.
                 for &block in held.table.release_front(visible) {

@@ -259,10 +259,11 @@ impl RopeSpec {
 }
 
 fn positive(what: &str, value: usize) -> Result<()> {
-    if value > 0 {
+    // Products of any two of these fit into 64 bits.
+    if (1..=1 << 31).contains(&value) {
         return Ok(());
     }
-    refuse(what, "at least 1", value)
+    refuse(what, "1 to 2^31", value)
 }
 
 fn refuse(what: &str, expected: &str, got: impl ToString) -> Result<()> {

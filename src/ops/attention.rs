@@ -2,6 +2,7 @@
 
 use candle_core::{CpuStorage, CustomOp3, Layout, Shape, Tensor};
 
+use super::device::has_kernels;
 use super::{AttentionOptions, PageTable, check, cpu, portable};
 use crate::error::Result;
 
@@ -14,6 +15,19 @@ pub struct AttnState {
     /// Natural logarithm of the sum of `e^score` over the keys seen, F32 `[rows, heads]`;
     /// −inf for a row without keys. Never includes a sink.
     pub lse: Tensor,
+}
+
+impl AttnState {
+    /// A custom op has one output: the output rows, then the log-sum-exps.
+    pub(super) fn split(flat: &Tensor, (rows, heads, dim): (usize, usize, usize)) -> Result<Self> {
+        let split = rows * heads * dim;
+        Ok(Self {
+            out: flat.narrow(0, 0, split)?.reshape((rows, heads, dim))?,
+            lse: flat
+                .narrow(0, split, rows * heads)?
+                .reshape((rows, heads))?,
+        })
+    }
 }
 
 /// Attention of every query row of a batch over the cached keys of its sequence.
@@ -35,6 +49,8 @@ pub struct AttnState {
 /// On a CPU, decode reads each K/V row once for all query heads of its group; longer chunks
 /// are tiled matrix products with an online softmax (FlashAttention, Dao et al. 2022). Work
 /// is split over rayon's current pool. Memory: the output, and a workspace kept per thread.
+/// On CUDA (not yet run on a GPU) the table keeps its arrays and a workspace on the device;
+/// they are copied by the first op that uses the table after a change.
 ///
 /// # Errors
 /// Typed errors for a wrong rank, shape, dtype or device, options that do not fit the heads, a
@@ -48,7 +64,7 @@ pub fn paged_attention(
 ) -> Result<Tensor> {
     const OP: &str = "paged_attention";
     check::attention(OP, q, (k_cache, v_cache), table, options)?;
-    if !q.device().is_cpu() {
+    if !has_kernels(q.device()) {
         check::contiguous(OP, "k_cache", k_cache)?;
         check::contiguous(OP, "v_cache", v_cache)?;
         return Ok(portable::attend(q, (k_cache, v_cache), table, options)?
@@ -79,7 +95,7 @@ pub fn paged_attention_state(
     const OP: &str = "paged_attention_state";
     check::attention(OP, q, (k_cache, v_cache), table, options)?;
     check::no_sinks(OP, options)?;
-    if !q.device().is_cpu() {
+    if !has_kernels(q.device()) {
         check::contiguous(OP, "k_cache", k_cache)?;
         check::contiguous(OP, "v_cache", v_cache)?;
         return portable::attend(q, (k_cache, v_cache), table, options);
@@ -89,16 +105,8 @@ pub fn paged_attention_state(
         options,
         state: true,
     };
-    // A custom op has one output: the output rows, then the log-sum-exps.
     let flat = with_packed_heads(q)?.apply_op3_no_bwd(k_cache, v_cache, &op)?;
-    let (rows, heads, dim) = (q.dim(0)?, q.dim(1)?, v_cache.dim(3)?);
-    let split = rows * heads * dim;
-    Ok(AttnState {
-        out: flat.narrow(0, 0, split)?.reshape((rows, heads, dim))?,
-        lse: flat
-            .narrow(0, split, rows * heads)?
-            .reshape((rows, heads))?,
-    })
+    AttnState::split(&flat, (q.dim(0)?, q.dim(1)?, v_cache.dim(3)?))
 }
 
 /// `q` itself unless the elements of a head are scattered.
@@ -115,6 +123,18 @@ struct PagedAttention<'a> {
     state: bool,
 }
 
+impl PagedAttention<'_> {
+    fn shape(&self, q: &Layout, v: &Layout) -> Result<Shape> {
+        let (rows, heads, _) = q.shape().dims3()?;
+        let dim = v.shape().dims4()?.3;
+        Ok(if self.state {
+            Shape::from(rows * heads * (dim + 1))
+        } else {
+            Shape::from((rows, heads, dim))
+        })
+    }
+}
+
 impl CustomOp3 for PagedAttention<'_> {
     fn name(&self) -> &'static str {
         "paged_attention"
@@ -129,8 +149,6 @@ impl CustomOp3 for PagedAttention<'_> {
         v: &CpuStorage,
         v_layout: &Layout,
     ) -> candle_core::Result<(CpuStorage, Shape)> {
-        let (rows, heads, _) = q_layout.shape().dims3()?;
-        let dim = v_layout.shape().dims4()?.3;
         let out = cpu::attention(
             (q, q_layout),
             (k, k_layout),
@@ -139,11 +157,27 @@ impl CustomOp3 for PagedAttention<'_> {
             self.options,
             self.state,
         )?;
-        let shape = if self.state {
-            Shape::from(rows * heads * (dim + 1))
-        } else {
-            Shape::from((rows, heads, dim))
-        };
-        Ok((out, shape))
+        Ok((out, self.shape(q_layout, v_layout)?))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        q: &candle_core::CudaStorage,
+        q_layout: &Layout,
+        k: &candle_core::CudaStorage,
+        k_layout: &Layout,
+        v: &candle_core::CudaStorage,
+        v_layout: &Layout,
+    ) -> candle_core::Result<(candle_core::CudaStorage, Shape)> {
+        let out = super::cuda::attention(
+            (q, q_layout),
+            (k, k_layout),
+            (v, v_layout),
+            self.table,
+            self.options,
+            self.state,
+        )?;
+        Ok((out, self.shape(q_layout, v_layout)?))
     }
 }

@@ -281,7 +281,8 @@ fn options(op: &'static str, options: &AttentionOptions, heads: usize) -> Result
             &options.alibi_slopes,
             (|x| x.is_finite()) as fn(&f32) -> bool,
         ),
-        ("sinks", &options.sinks, |x| !x.is_nan()),
+        // −inf is a sink that takes nothing.
+        ("sinks", &options.sinks, |x| *x < f32::INFINITY),
     ] {
         let Some(values) = values else { continue };
         if values.len() != heads {
@@ -293,7 +294,7 @@ fn options(op: &'static str, options: &AttentionOptions, heads: usize) -> Result
             ));
         }
         if let Some(bad) = values.iter().find(|x| !sound(x)) {
-            return Err(invalid(op, name, "a number", bad.to_string()));
+            return Err(invalid(op, name, "finite numbers", bad.to_string()));
         }
     }
     Ok(())

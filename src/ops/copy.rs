@@ -4,6 +4,7 @@ use std::collections::HashSet;
 
 use candle_core::{CpuStorage, InplaceOp1, Layout, Tensor};
 
+use super::device::has_kernels;
 use super::{check, cpu, portable};
 use crate::error::Result;
 
@@ -19,13 +20,13 @@ use crate::error::Result;
 ///
 /// # Errors
 /// Typed errors for a wrong rank or dtype, an id outside one of the caches, or two pairs with
-/// one target; on error nothing has changed.
+/// one target; on error nothing has changed. A tensor that is given twice is copied twice.
 pub fn copy_blocks(caches: &[&Tensor], pairs: &[(u32, u32)]) -> Result<()> {
     const OP: &str = "copy_blocks";
     for cache in caches {
         let shape = check::cache(OP, "cache", cache)?;
         check::copy_pairs(OP, shape.num_blocks, pairs)?;
-        if !cache.device().is_cpu() {
+        if !has_kernels(cache.device()) {
             check::contiguous(OP, "cache", cache)?;
         }
     }
@@ -39,7 +40,7 @@ pub fn copy_blocks(caches: &[&Tensor], pairs: &[(u32, u32)]) -> Result<()> {
         })
         .collect();
     for cache in caches {
-        if cache.device().is_cpu() {
+        if has_kernels(cache.device()) {
             cache.inplace_op1(&CopyBlocks { pairs, late: &late })?;
         } else {
             portable::copy_pairs(cache, pairs)?;
@@ -61,6 +62,16 @@ impl InplaceOp1 for CopyBlocks<'_> {
 
     fn cpu_fwd(&self, cache: &mut CpuStorage, layout: &Layout) -> candle_core::Result<()> {
         cpu::copy_blocks(cache, layout, self.pairs, self.late)?;
+        Ok(())
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        cache: &mut candle_core::CudaStorage,
+        layout: &Layout,
+    ) -> candle_core::Result<()> {
+        super::cuda::copy_blocks((cache, layout), self.pairs)?;
         Ok(())
     }
 }

@@ -13,7 +13,7 @@ use crate::error::Result;
 ///
 /// # Errors
 /// Typed errors for a wrong rank, shape or dtype, a table that does not fit the cache, or no
-/// such sequence.
+/// such sequence; on a GPU, for a cache that is not contiguous.
 pub fn gather_kv(
     k_cache: &Tensor,
     v_cache: &Tensor,

@@ -1,6 +1,8 @@
 //! `merge_states`: attention over two disjoint sets of keys from the attention over each.
 
 use candle_core::Tensor;
+#[cfg(feature = "cuda")]
+use candle_core::{CpuStorage, CudaStorage, CustomOp3, Layout, Shape};
 
 use super::AttnState;
 use crate::error::{Error, Result};
@@ -12,7 +14,8 @@ const OP: &str = "merge_states";
 /// and `lse = ln(e^lse_a + e^lse_b)`, computed so that nothing overflows.
 ///
 /// Commutative; the state of no key, `(0, −inf)`, is the identity. The method is that of
-/// FlashAttention's and FlashInfer's split softmax. Plain tensor ops on any device.
+/// FlashAttention's and FlashInfer's split softmax. Plain tensor ops on any device but CUDA,
+/// where it is one kernel.
 ///
 /// # Errors
 /// [`Error::Shape`] and the like unless both states are F32 of one shape:
@@ -53,6 +56,13 @@ pub fn merge_states(a: &AttnState, b: &AttnState) -> Result<AttnState> {
             });
         }
     }
+    #[cfg(feature = "cuda")]
+    if a.out.device().is_cuda() {
+        let lses = Tensor::stack(&[&a.lse, &b.lse], 0)?;
+        let (a, b) = (a.out.contiguous()?, b.out.contiguous()?);
+        let flat = a.apply_op3_no_bwd(&b, &lses, &MergeStates)?;
+        return AttnState::split(&flat, (rows, heads, dim));
+    }
     let base = finite_or_zero(&a.lse.maximum(&b.lse)?)?;
     let weight_a = (&a.lse - &base)?.exp()?;
     let weight_b = (&b.lse - &base)?.exp()?;
@@ -63,6 +73,42 @@ pub fn merge_states(a: &AttnState, b: &AttnState) -> Result<AttnState> {
         out: sum.broadcast_div(&one_if_zero(&total)?.unsqueeze(2)?)?,
         lse: (base + total.log()?)?,
     })
+}
+
+#[cfg(feature = "cuda")]
+struct MergeStates;
+
+#[cfg(feature = "cuda")]
+impl CustomOp3 for MergeStates {
+    fn name(&self) -> &'static str {
+        OP
+    }
+
+    fn cpu_fwd(
+        &self,
+        _: &CpuStorage,
+        _: &Layout,
+        _: &CpuStorage,
+        _: &Layout,
+        _: &CpuStorage,
+        _: &Layout,
+    ) -> candle_core::Result<(CpuStorage, Shape)> {
+        candle_core::bail!("{OP} on a CPU is made of tensor ops")
+    }
+
+    fn cuda_fwd(
+        &self,
+        a: &CudaStorage,
+        a_layout: &Layout,
+        b: &CudaStorage,
+        b_layout: &Layout,
+        lses: &CudaStorage,
+        lse_layout: &Layout,
+    ) -> candle_core::Result<(CudaStorage, Shape)> {
+        let (rows, heads, dim) = a_layout.shape().dims3()?;
+        let out = super::cuda::merge_states((a, a_layout), (b, b_layout), (lses, lse_layout))?;
+        Ok((out, Shape::from(rows * heads * (dim + 1))))
+    }
 }
 
 /// −inf becomes 0, so that subtracting it from −inf is not NaN.

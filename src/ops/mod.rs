@@ -2,22 +2,27 @@
 //! text, so that any of them can be compared with a peer's kernel call by call.
 //!
 //! Every public function here checks all of its arguments first (`check`), then runs the
-//! kernel of the device: `cpu`, or [`portable`] where there is no kernel.
+//! kernel of the device: `cpu`, `cuda`, or [`portable`] where there is no kernel.
 
 mod attention;
 mod check;
 mod copy;
 mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
+mod device;
 mod gather;
 pub mod launch;
 mod merge;
 mod options;
 mod page_table;
 pub mod portable;
+pub mod resident;
 mod write;
 
 pub use attention::{AttnState, paged_attention, paged_attention_state};
 pub use copy::copy_blocks;
+pub(crate) use device::{check_stream, free_memory};
 pub use gather::gather_kv;
 pub use merge::merge_states;
 pub use options::{AttentionOptions, Mask};

@@ -26,6 +26,8 @@ pub struct PageTable {
     slots: Vec<i64>,
     max_page: Option<u32>,
     max_slot: i64,
+    #[cfg(feature = "cuda")]
+    on_device: super::cuda::OnDevice,
 }
 
 const OP: &str = "page_table";
@@ -49,6 +51,8 @@ impl PageTable {
             slots: Vec::new(),
             max_page: None,
             max_slot: -1,
+            #[cfg(feature = "cuda")]
+            on_device: Default::default(),
         }
     }
 
@@ -170,6 +174,8 @@ impl PageTable {
         self.seq_lens.push(seq_len);
         self.max_page = self.max_page.max(pages.iter().copied().max());
         self.max_slot = slots.iter().copied().fold(self.max_slot, i64::max);
+        #[cfg(feature = "cuda")]
+        self.on_device.outdate();
         Ok(())
     }
 
@@ -185,11 +191,13 @@ impl PageTable {
         self.slots.clear();
         self.max_page = None;
         self.max_slot = -1;
+        #[cfg(feature = "cuda")]
+        self.on_device.outdate();
     }
 
     /// Makes room for `pages` listed pages and `rows` query rows, so that filling the table
     /// up to there allocates nothing.
-    pub fn reserve(&mut self, sequences: usize, pages: usize, rows: usize) {
+    pub(crate) fn reserve(&mut self, sequences: usize, pages: usize, rows: usize) {
         self.indices.reserve(pages);
         self.slots.reserve(rows);
         for array in [
@@ -265,6 +273,12 @@ impl PageTable {
     /// The query rows of sequence `seq`, which must be one of the table's.
     pub(crate) fn rows(&self, seq: usize) -> std::ops::Range<usize> {
         self.query_offsets[seq] as usize..self.query_offsets[seq + 1] as usize
+    }
+
+    /// Its arrays in the memory of a GPU.
+    #[cfg(feature = "cuda")]
+    pub(super) fn on_device(&self) -> &super::cuda::OnDevice {
+        &self.on_device
     }
 
     /// Largest page id in the table, `None` if it lists no page. Kept while the table is

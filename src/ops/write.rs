@@ -2,6 +2,7 @@
 
 use candle_core::{CpuStorage, InplaceOp2, Layout, Tensor};
 
+use super::device::has_kernels;
 use super::{PageTable, check, cpu, portable};
 use crate::error::Result;
 
@@ -15,7 +16,7 @@ use crate::error::Result;
 ///   strides and offset: slices of a fused qkv and transposed tensors are read in place.
 ///
 /// The tensors are changed in place, through every view of them. Cost: one pass over the new
-/// rows; nothing is allocated on a CPU.
+/// rows; nothing is allocated on a CPU, nor on a GPU once its buffers have grown.
 ///
 /// # Errors
 /// Typed errors for a wrong rank, shape, dtype or device, a table of another block size, a
@@ -30,11 +31,8 @@ pub fn write_kv(
 ) -> Result<()> {
     check::write("write_kv", (k_cache, v_cache), (k, v), table)?;
     for (cache, rows) in [(k_cache, k), (v_cache, v)] {
-        if cache.device().is_cpu() {
-            let op = WriteRows {
-                slots: table.slots(),
-            };
-            cache.inplace_op2(rows, &op)?;
+        if has_kernels(cache.device()) {
+            cache.inplace_op2(rows, &WriteRows { table })?;
         } else {
             portable::write_rows(cache, rows, table.slots())?;
         }
@@ -43,7 +41,7 @@ pub fn write_kv(
 }
 
 struct WriteRows<'a> {
-    slots: &'a [i64],
+    table: &'a PageTable,
 }
 
 impl InplaceOp2 for WriteRows<'_> {
@@ -58,7 +56,20 @@ impl InplaceOp2 for WriteRows<'_> {
         rows: &CpuStorage,
         rows_layout: &Layout,
     ) -> candle_core::Result<()> {
-        cpu::write_rows(cache, cache_layout, rows, rows_layout, self.slots)?;
+        let slots = self.table.slots();
+        cpu::write_rows(cache, cache_layout, rows, rows_layout, slots)?;
+        Ok(())
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        cache: &mut candle_core::CudaStorage,
+        cache_layout: &Layout,
+        rows: &candle_core::CudaStorage,
+        rows_layout: &Layout,
+    ) -> candle_core::Result<()> {
+        super::cuda::write_rows((cache, cache_layout), (rows, rows_layout), self.table)?;
         Ok(())
     }
 }

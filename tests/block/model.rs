@@ -124,6 +124,9 @@ struct Twin {
     heard: BTreeMap<NodeId, Path>,
     own_pins: BTreeMap<NodeId, u32>,
     sequences: Vec<BlockTable>,
+    /// How often each block was registered.
+    registered: Vec<usize>,
+    stamps: BTreeMap<u64, (usize, usize, Option<Path>)>,
 }
 
 impl Twin {
@@ -157,6 +160,8 @@ impl Twin {
             heard: BTreeMap::new(),
             own_pins: BTreeMap::new(),
             sequences: Vec::new(),
+            registered: vec![0; num_blocks],
+            stamps: BTreeMap::new(),
         }
     }
 
@@ -340,6 +345,7 @@ impl Twin {
                 self.nodes.push((node, path.clone()));
             }
         }
+        self.registered[block.index()] += 1;
         self.memory[block.index()] = Some(path.clone());
         self.key[block.index()] = Some(path);
         Some(node)
@@ -587,6 +593,9 @@ impl Twin {
             let content = self.real.node_of(id).map(|node| &self.findable[&node]);
             assert_eq!(content, self.key[block].as_ref());
         }
+        for block in 0..self.refs.len() {
+            self.compare_stamp(block);
+        }
         for path in self.key.iter().flatten() {
             let blocks = path.1.len() / self.block_size;
             assert_eq!(self.lookup(path.0, &path.1, usize::MAX).len(), blocks);
@@ -602,7 +611,47 @@ impl Twin {
             longer.1.extend(next);
             let expected = self.findable.contains_key(node) && !self.copies(&longer).is_empty();
             assert_eq!(child.is_some(), expected);
+            for parent in [None, Some(*node)] {
+                self.compare_closest(*ns, parent, path);
+                self.compare_closest(*ns, parent, &[1, 1, 0, 1]);
+            }
         }
+    }
+
+    /// The longest common run of `tokens` with any findable content right after `parent`.
+    fn compare_closest(&self, ns: usize, parent: Option<NodeId>, tokens: &[u32]) {
+        let before = match parent {
+            None => Some(Vec::new()),
+            Some(node) => self.findable.get(&node).map(|path| path.1.clone()),
+        };
+        let shared = |path: &Path| {
+            let before = before.as_ref()?;
+            let after = path.1.strip_prefix(before.as_slice())?;
+            let is_child = path.0 == ns && after.len() == self.block_size;
+            let run = after.iter().zip(tokens).take_while(|(a, b)| a == b).count();
+            (is_child && run > 0).then_some(run)
+        };
+        let expected = self.findable.values().filter_map(shared).max();
+        let got = self
+            .real
+            .closest_child(&self.namespaces[ns], parent, tokens);
+        assert_eq!(got.map(|(_, run)| run), expected);
+        if let Some((hit, run)) = got {
+            let path = &self.findable[&hit.node];
+            assert_eq!(shared(path), Some(run));
+            assert_eq!(self.memory[hit.block.index()].as_ref(), Some(path));
+        }
+    }
+
+    /// A block keeps its stamp as long as it stays the copy it is; no stamp comes back.
+    fn compare_stamp(&mut self, block: usize) {
+        let stamp = self.real.stamp(self.ids[block]);
+        assert_eq!(stamp.is_some(), self.key[block].is_some());
+        let Some(stamp) = stamp else { return };
+        let (registration, content) = (self.registered[block], self.memory[block].clone());
+        let named = (block, registration, content);
+        let known = self.stamps.entry(stamp).or_insert_with(|| named.clone());
+        assert_eq!(*known, named, "one stamp names one content of one block");
     }
 }
 

@@ -5,6 +5,23 @@ pub mod paged;
 pub mod reference;
 pub mod toy;
 
+use std::sync::OnceLock;
+
+use candle_core::Device;
+
+/// The device of the op tests: the CPU, or with `CANDLE_PAGED_ATTN_TEST_DEVICE=cuda` the first
+/// GPU.
+pub fn device() -> &'static Device {
+    static DEVICE: OnceLock<Device> = OnceLock::new();
+    DEVICE.get_or_init(
+        || match std::env::var("CANDLE_PAGED_ATTN_TEST_DEVICE").as_deref() {
+            Ok("cuda") => Device::new_cuda_with_stream(0).unwrap(),
+            Ok(other) => panic!("no such test device: {other}"),
+            Err(_) => Device::Cpu,
+        },
+    )
+}
+
 /// A small deterministic generator (SplitMix64), so that a failing case can be repeated.
 pub struct Rng(pub u64);
 

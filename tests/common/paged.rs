@@ -255,26 +255,28 @@ pub fn round(x: f64, dtype: DType) -> f64 {
 }
 
 pub fn tensor(data: &[f64], dims: &[usize], dtype: DType) -> Tensor {
-    let cpu = Device::Cpu;
+    let device = super::device();
     match dtype {
         DType::F16 => {
             let data: Vec<_> = data.iter().map(|&x| half::f16::from_f64(x)).collect();
-            Tensor::from_vec(data, dims, &cpu)
+            Tensor::from_vec(data, dims, device)
         }
         DType::BF16 => {
             let data: Vec<_> = data.iter().map(|&x| half::bf16::from_f64(x)).collect();
-            Tensor::from_vec(data, dims, &cpu)
+            Tensor::from_vec(data, dims, device)
         }
         _ => {
             let data: Vec<_> = data.iter().map(|&x| x as f32).collect();
-            Tensor::from_vec(data, dims, &cpu)
+            Tensor::from_vec(data, dims, device)
         }
     }
     .unwrap()
 }
 
 pub fn floats(t: &Tensor) -> Vec<f64> {
-    t.to_dtype(DType::F64)
+    t.to_device(&Device::Cpu)
+        .unwrap()
+        .to_dtype(DType::F64)
         .unwrap()
         .flatten_all()
         .unwrap()

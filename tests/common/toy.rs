@@ -30,7 +30,7 @@ impl Toy {
 
 /// The K/V tensors of a layer.
 pub fn tensors(cache: &PagedKvCache, layer: usize) -> (Tensor, Tensor) {
-    match cache.layer(layer).unwrap() {
+    match cache.layer_kv(layer).unwrap() {
         LayerKv::Dense { k, v } => (k.clone(), v.clone()),
         other => panic!("{other:?}"),
     }
@@ -64,18 +64,15 @@ pub fn write_step(plan: &StepPlan, cache: &PagedKvCache, feeds: &[Toy]) {
         };
         let k = matrix(rows.iter().map(|(k, _)| k).collect());
         let v = matrix(rows.iter().map(|(_, v)| v).collect());
-        let (
-            LayerKv::Dense {
-                k: k_cache,
-                v: v_cache,
-            },
-            table,
-            _,
-        ) = plan.layer(layer).unwrap()
+        let step = plan.layer(layer).unwrap();
+        let LayerKv::Dense {
+            k: k_cache,
+            v: v_cache,
+        } = step.kv
         else {
             panic!("dense layers only")
         };
-        ops::write_kv(k_cache, v_cache, &k, &v, table).unwrap();
+        ops::write_kv(k_cache, v_cache, &k, &v, step.table).unwrap();
     }
 }
 

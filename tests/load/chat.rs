@@ -128,6 +128,27 @@ fn json_as_python_writes_it() {
     );
 }
 
+/// A template comes with a model file: it must not take the process down or keep it forever.
+#[test]
+fn hostile_templates_are_errors() {
+    let endless = "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}";
+    let template = ChatTemplate::new(endless, "", "").unwrap();
+    assert!(matches!(
+        template.render(&[], true),
+        Err(Error::Template(_))
+    ));
+    let long = "x".repeat(65_537);
+    let error = ChatTemplate::new(&long, "", "").unwrap_err();
+    assert!(error.to_string().contains("65537"), "{error}");
+    // Nesting as deep as the size allows either parses or is refused.
+    for (open, inner) in [("not ", "true"), ("-", "1"), ("[", "1"), ("(", "1")] {
+        let deep = format!("{{{{ {}{inner} }}}}", open.repeat(65_000 / open.len()));
+        if let Ok(template) = ChatTemplate::new(&deep, "", "") {
+            let _ = template.render(&[], true);
+        }
+    }
+}
+
 #[test]
 fn template_errors_are_typed_and_carry_the_message() {
     let error = ChatTemplate::new("{% for %}", "", "").unwrap_err();

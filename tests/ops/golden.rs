@@ -7,6 +7,7 @@ use candle_paged_attn::ops::{
     portable,
 };
 
+use crate::common::device;
 use crate::common::paged::{bits, floats, tensor};
 
 const DIM: usize = 8;
@@ -180,8 +181,8 @@ fn c3_merging_states() {
         let mut row = [0f32; DIM];
         row[0] = out;
         AttnState {
-            out: Tensor::from_slice(&row, (1, 1, DIM), &candle_core::Device::Cpu).unwrap(),
-            lse: Tensor::from_slice(&[lse], (1, 1), &candle_core::Device::Cpu).unwrap(),
+            out: Tensor::from_slice(&row, (1, 1, DIM), device()).unwrap(),
+            lse: Tensor::from_slice(&[lse], (1, 1), device()).unwrap(),
         }
     };
     let merged = |a: &AttnState, b: &AttnState| {

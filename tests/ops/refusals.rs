@@ -1,16 +1,17 @@
 //! c12: arguments that do not fit, each a typed error that names what was given.
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Tensor};
 use candle_paged_attn::ops::{
     AttentionOptions, AttnState, PageTable, copy_blocks, gather_kv, merge_states, paged_attention,
     paged_attention_state, portable, write_kv,
 };
 use candle_paged_attn::{Error, Result};
 
+use crate::common::device;
 use crate::common::paged::bits;
 
 fn zeros(dims: &[usize], dtype: DType) -> Tensor {
-    Tensor::zeros(dims, dtype, &Device::Cpu).unwrap()
+    Tensor::zeros(dims, dtype, device()).unwrap()
 }
 
 fn table() -> PageTable {
@@ -228,6 +229,11 @@ fn options_that_do_not_fit() {
         4,
         &["sinks", "NaN"],
         set(plain().with_sinks(vec![f32::NAN; 4])),
+    );
+    refused(
+        4,
+        &["sinks", "inf"],
+        set(plain().with_sinks(vec![0.0, f32::NEG_INFINITY, f32::INFINITY, 0.0])),
     );
     // Only the states: sinks enter once, at the end.
     refused(

@@ -3,12 +3,12 @@
 use std::sync::mpsc;
 use std::time::Duration;
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Tensor};
 use candle_paged_attn::Error;
 use candle_paged_attn::ops::{PageTable, copy_blocks, gather_kv, portable, write_kv};
 
-use crate::common::Rng;
 use crate::common::paged::{Setup, bits, floats, round, tensor};
+use crate::common::{Rng, device};
 
 const TYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 type Write = fn(&Tensor, &Tensor, &Tensor, &Tensor, &PageTable) -> candle_paged_attn::Result<()>;
@@ -255,7 +255,7 @@ fn c17_a_source_that_aliases_the_cache_is_an_error() {
             let v_cache = pool(3, 4, 2, 8, DType::F32);
             let before = (bits(&k_cache), bits(&v_cache));
             let rows = |cache: &Tensor| cache.narrow(0, 2, 1).unwrap().squeeze(0).unwrap();
-            let fresh = Tensor::ones((4, 2, 8), DType::F32, &Device::Cpu).unwrap();
+            let fresh = Tensor::ones((4, 2, 8), DType::F32, device()).unwrap();
             for (k, v, name) in [
                 (rows(&k_cache), fresh.clone(), "k"),
                 (rows(&v_cache), fresh.clone(), "k"),

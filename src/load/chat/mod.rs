@@ -42,28 +42,54 @@ pub struct ChatTemplate {
 }
 
 const NAME: &str = "chat_template";
+/// Bytes of a template: the longest in use have some 20,000.
+const MAX_SOURCE: usize = 1 << 16;
+/// Address space for the parser's stack, enough for [`MAX_SOURCE`] nested operators.
+const PARSER_STACK: usize = 256 << 20;
+/// Instructions of one rendering: far more than a long conversation takes, and an endless
+/// loop ends after a moment.
+const FUEL: u64 = 10_000_000;
+
+fn compile(source: String) -> Result<Environment<'static>> {
+    let mut environment = Environment::new();
+    let syntax = SyntaxConfig::builder()
+        .trim_blocks(true)
+        .lstrip_blocks(true)
+        .build();
+    environment.set_syntax(syntax.map_err(template_error)?);
+    environment.set_fuel(Some(FUEL));
+    environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+    environment.add_function("raise_exception", python::raise_exception);
+    environment.add_function("strftime_now", python::strftime_now);
+    environment.add_filter("tojson", python::tojson);
+    environment
+        .add_template_owned(NAME, source)
+        .map_err(template_error)?;
+    Ok(environment)
+}
 
 impl ChatTemplate {
     /// Compiles a template. `bos_token` and `eos_token` are what the template calls so, empty
     /// if the model has none.
     ///
     /// # Errors
-    /// [`Error::Template`] with the line if it is not valid Jinja.
+    /// [`Error::Template`] with the line if it is not valid Jinja, or if it has more than
+    /// 65,536 bytes.
     pub fn new(source: &str, bos_token: &str, eos_token: &str) -> Result<Self> {
-        let mut environment = Environment::new();
-        let syntax = SyntaxConfig::builder()
-            .trim_blocks(true)
-            .lstrip_blocks(true)
-            .build();
-        environment.set_syntax(syntax.map_err(template_error)?);
-        environment
-            .set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
-        environment.add_function("raise_exception", python::raise_exception);
-        environment.add_function("strftime_now", python::strftime_now);
-        environment.add_filter("tojson", python::tojson);
-        environment
-            .add_template_owned(NAME, source.to_string())
-            .map_err(template_error)?;
+        if source.len() > MAX_SOURCE {
+            let got = source.len();
+            return Err(Error::Template(format!(
+                "expected at most {MAX_SOURCE} bytes, got {got}"
+            )));
+        }
+        let owned = source.to_string();
+        // The parser calls itself for each operator in a row; a template may be nothing else.
+        let environment = std::thread::Builder::new()
+            .stack_size(PARSER_STACK)
+            .spawn(move || compile(owned))
+            .map_err(|e| Error::Template(format!("cannot start the parser: {e}")))?
+            .join()
+            .map_err(|_| Error::Template("the parser panicked".into()))??;
         Ok(Self {
             environment,
             source: source.into(),
@@ -128,11 +154,12 @@ impl ChatTemplate {
     }
 
     /// The text of a conversation; with `add_generation_prompt` it ends where the model's
-    /// answer begins. Special tokens are in the text, so encode it *without* adding any.
+    /// answer begins. Special tokens are in the text, so encode it *without* adding any. A
+    /// message that spells a special token becomes one: filter text that you do not trust.
     ///
     /// # Errors
     /// [`Error::Template`] if the template raises an exception (many refuse roles out of
-    /// order) or uses what is not there.
+    /// order), uses what is not there, or does not come to an end.
     pub fn render(&self, messages: &[Message], add_generation_prompt: bool) -> Result<String> {
         self.environment
             .get_template(NAME)

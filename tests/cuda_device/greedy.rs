@@ -1,0 +1,96 @@
+//! A model on the GPU against the same model on the CPU, and what a cache asks of its device.
+
+use candle_core::{DType, Device};
+use candle_paged_attn::Error;
+use candle_paged_attn::cache::{AddOptions, CacheConfig, CacheSpec, Feed, LayerKv, PagedKvCache};
+use candle_paged_attn::models::{CausalLm, Decoder, spec_from_hf};
+
+use crate::checkpoint::{Tiny, tokens};
+use crate::gpu;
+
+/// Greedy tokens of three sequences in one batch, `count` steps after a prompt in two chunks.
+fn greedy(device: &Device, count: usize) -> Vec<Vec<u32>> {
+    let tiny = Tiny {
+        head_dim: 64,
+        hidden: 192,
+        ..Tiny::new(3)
+    };
+    let spec = spec_from_hf(&tiny.config(), "tiny").unwrap();
+    let model = Decoder::load(spec, &tiny.weights(5), DType::F32, device).unwrap();
+    let spec = model.cache_spec(DType::F32).unwrap();
+    let cache = PagedKvCache::new(&spec, &CacheConfig::blocks(100), device).unwrap();
+    let mut out = Vec::new();
+    let mut ids = Vec::new();
+    for (seed, len) in [(1, 90), (2, 17), (3, 33)] {
+        let prompt = tokens(seed, len, tiny.vocab);
+        ids.push(cache.add(&prompt, AddOptions::default()).unwrap().id);
+        out.push(prompt);
+    }
+    let mut done = [0; 3];
+    for step in 0..count + 1 {
+        let feeds: Vec<_> = (0..3)
+            .map(|s| {
+                let end = if step == 0 {
+                    out[s].len() / 2
+                } else {
+                    out[s].len()
+                };
+                Feed::new(ids[s], &out[s][done[s]..end])
+            })
+            .collect();
+        let fed: Vec<_> = feeds.iter().map(|feed| feed.tokens.len()).collect();
+        let plan = cache.plan(&feeds).unwrap();
+        let logits = model.forward(plan.tokens(), &plan).unwrap();
+        plan.commit().unwrap();
+        let next: Vec<u32> = logits.argmax(1).unwrap().to_vec1().unwrap();
+        for s in 0..3 {
+            done[s] += fed[s];
+            if step > 0 {
+                out[s].push(next[s]);
+            }
+        }
+    }
+    cache.check_invariants().unwrap();
+    out
+}
+
+#[test]
+fn greedy_tokens_are_those_of_the_cpu() {
+    let Some(device) = gpu("a model on the GPU") else {
+        return;
+    };
+    assert_eq!(greedy(device, 40), greedy(&Device::Cpu, 40));
+}
+
+#[test]
+fn a_cache_on_the_per_thread_default_stream_is_refused() {
+    if gpu("a device on the per-thread default stream").is_none() {
+        return;
+    }
+    let device = Device::new_cuda(0).unwrap();
+    let spec = CacheSpec::uniform(1, 2, 64, DType::F16).unwrap();
+    let error = PagedKvCache::new(&spec, &CacheConfig::blocks(4), &device).unwrap_err();
+    assert!(matches!(error, Error::InvalidArgument { .. }), "{error}");
+    assert!(
+        error.to_string().contains("Device::new_cuda_with_stream"),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_cache_takes_a_fraction_of_the_free_memory() {
+    let Some(device) = gpu("free memory") else {
+        return;
+    };
+    let spec = CacheSpec::uniform(2, 8, 128, DType::BF16).unwrap();
+    let config = CacheConfig::free_memory(0.01);
+    let cache = PagedKvCache::new(&spec, &config, device).unwrap();
+    let usage = cache.usage()[0];
+    let bytes = usage.bytes_per_block * usage.blocks_total as u64;
+    // A hundredth of a GPU of 8 to 200 GB, less what is in use.
+    assert!((20_000_000..2_000_000_000).contains(&bytes), "{bytes}");
+    let LayerKv::Dense { k, .. } = cache.layer(1).unwrap() else {
+        panic!("a dense layer");
+    };
+    assert_eq!(k.dims()[0], usage.blocks_total);
+}
