@@ -8,7 +8,8 @@
 //!
 //! How attention is cut (`kernels/problem.cuh` has the same rules on the device side). A
 //! *pair* is one query row and one query head; the pairs of a sequence and a KV head are
-//! numbered `row * group + head % group`, so that one read of K/V serves a whole group.
+//! numbered `row * group + head % group`, so that one read of K/V serves all heads of a group
+//! (up to 16; 8 or 4 without tensor cores; more heads take more blocks side by side).
 //! - A sequence with 1 row, or with at most [`STREAM_PAIRS`] pairs per KV head, is *streamed*:
 //!   its visible keys are cut into chunks ([`chunk_keys`]), one block each, and `reduce` merges
 //!   the chunks. Chunks of sequence `s` have the slots from `indptr[s] * block_size / 256 + s`
