@@ -19,7 +19,7 @@ build() {
     toolchain=$(scripts/cuda_toolchain.sh)
     eval "$toolchain"
     export CUDA_COMPUTE_CAP=90
-    binary=$(cargo test --locked --features cuda --no-run --test cuda_device --message-format=json |
+    binary=$(cargo test --locked --features cuda --no-run --test cuda_device --message-format=json-render-diagnostics |
         python3 -c 'import json, sys
 for line in sys.stdin:
     message = json.loads(line)

@@ -69,7 +69,7 @@ fn rows(device: &Device, rows: usize, heads: usize) -> Tensor {
 
 /// Bytes per second that a plain copy moves, reads and writes together.
 fn copy_bandwidth(device: &Device) -> f64 {
-    let bytes = 2 << 30;
+    let bytes: usize = 2 << 30;
     let source = Tensor::zeros(bytes / 4, DType::F32, device).unwrap();
     let time = seconds(device, || drop(source.copy().unwrap()));
     2.0 * bytes as f64 / time

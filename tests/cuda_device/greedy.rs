@@ -89,7 +89,7 @@ fn a_cache_takes_a_fraction_of_the_free_memory() {
     let bytes = usage.bytes_per_block * usage.blocks_total as u64;
     // A hundredth of a GPU of 8 to 200 GB, less what is in use.
     assert!((20_000_000..2_000_000_000).contains(&bytes), "{bytes}");
-    let LayerKv::Dense { k, .. } = cache.layer(1).unwrap() else {
+    let LayerKv::Dense { k, .. } = cache.layer_kv(1).unwrap() else {
         panic!("a dense layer");
     };
     assert_eq!(k.dims()[0], usage.blocks_total);
