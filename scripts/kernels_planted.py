@@ -147,7 +147,7 @@ def in_emulator(layer, folder, test):
     if build.returncode:
         sys.exit(f"{folder.name}: the emulator does not build\n{build.stderr}")
     result = run([os.environ["EMULATED_TESTS"], test, "--exact"], CANDLE_PAGED_ATTN_EMULATOR=str(binary),
-                 RUST_BACKTRACE="0")
+                 RUST_BACKTRACE="0", TSAN_OPTIONS="halt_on_error=1")
     return result.returncode != 0, last_message(result.stdout + result.stderr)
 
 

@@ -3,6 +3,7 @@
 
 use std::io::{Read, Write};
 use std::process::{Child, Command, Stdio};
+use std::thread::JoinHandle;
 
 use candle_paged_attn::ops::launch::{Arg, Element, Plan, Slot};
 
@@ -59,6 +60,8 @@ pub struct Job {
 /// Absent if no emulator was built; the tests of these kernels need one.
 pub struct Emulator {
     child: Child,
+    /// What it says on stderr: read all the time, or a full pipe would stop it.
+    messages: Option<JoinHandle<String>>,
 }
 
 impl Emulator {
@@ -67,13 +70,29 @@ impl Emulator {
             println!("left out: CANDLE_PAGED_ATTN_EMULATOR is not set (scripts/kernels_check.sh)");
             return None;
         };
-        let child = Command::new(path)
+        let mut child = Command::new(path)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
             .spawn()
             .unwrap();
-        Some(Self { child })
+        let mut stderr = child.stderr.take().unwrap();
+        let messages = std::thread::spawn(move || {
+            let mut message = Vec::new();
+            stderr.read_to_end(&mut message).ok();
+            String::from_utf8_lossy(&message).into_owned()
+        });
+        Some(Self {
+            child,
+            messages: Some(messages),
+        })
+    }
+
+    /// All it said, once it has ended.
+    fn messages(&mut self) -> String {
+        self.messages
+            .take()
+            .map_or_else(String::new, |reader| reader.join().unwrap())
     }
 
     /// Runs a job, returns the outputs in the order of `outputs`, then those of `buffers`.
@@ -83,9 +102,7 @@ impl Emulator {
         let stdout = self.child.stdout.as_mut().unwrap();
         let mut magic = [0; 4];
         if sent.is_err() || stdout.read_exact(&mut magic).is_err() || &magic != b"DONE" {
-            let mut message = String::new();
-            let stderr = self.child.stderr.as_mut().unwrap();
-            stderr.read_to_string(&mut message).ok();
+            let message = self.messages();
             panic!("{what}, {schedule:?}: the emulator stopped: {message}");
         }
         let mut results = Vec::new();
@@ -116,9 +133,7 @@ impl Drop for Emulator {
         drop(self.child.stdin.take());
         self.child.wait().ok();
         // Sanitizers report what they found even if the results were right.
-        let mut message = String::new();
-        let stderr = self.child.stderr.as_mut().unwrap();
-        stderr.read_to_string(&mut message).ok();
+        let message = self.messages();
         if !message.is_empty() && !std::thread::panicking() {
             panic!("the emulator says:\n{message}");
         }
