@@ -2,6 +2,7 @@
 
 pub mod block;
 pub mod cache;
+pub mod engine;
 pub mod error;
 pub mod load;
 pub mod models;

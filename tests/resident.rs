@@ -108,8 +108,8 @@ impl Steps {
     fn step(&mut self, feeds: &[(SequenceId, &[u32])]) -> (Plan, Plan, Vec<(Slot, u64)>) {
         let feeds: Vec<_> = feeds.iter().map(|(id, new)| Feed::new(*id, new)).collect();
         let plan = self.cache.plan(&feeds).unwrap();
-        let layer = plan.layer(0).unwrap();
-        let table = layer.table;
+        let step = plan.layer(0).unwrap();
+        let table = step.table;
         let filled = self.resident.fill(&self.host, table).unwrap();
         let cache = CacheView {
             element: Element::F16,
@@ -139,7 +139,7 @@ impl Steps {
         let mut addresses = filled.addresses().to_vec();
         let workspace = self.resident.workspace(&self.host, attend.workspace);
         addresses.push((Slot::Workspace, workspace.unwrap()));
-        drop(layer);
+        drop(step);
         plan.commit().unwrap();
         (write, attend, addresses)
     }

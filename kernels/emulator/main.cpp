@@ -82,20 +82,20 @@ struct Entry {
   Kernel run;
 };
 
+// clang-format off
 #define ENTRY(name) {#name, {arity(name), wrap(#name, name)}},
-#define ENTRIES_OF_CACHE(type)                                                                 \
-  ENTRY(write_kv_f32_##type)                                                                   \
-  ENTRY(write_kv_f16_##type)                                                                   \
-  ENTRY(write_kv_bf16_##type) ENTRY(attend_simt_##type##_d64) ENTRY(attend_simt_##type##_d128) \
-      ENTRY(attend_simt_##type##_d256) ENTRY(attend_simt_##type##_d512)
-#define ENTRIES_OF_TENSOR_CORES(type)                                                              \
-  ENTRY(decode_mma_##type##_d64)                                                                   \
-  ENTRY(decode_mma_##type##_d128)                                                                  \
-  ENTRY(decode_mma_##type##_d256) ENTRY(prefill_mma_##type##_d64) ENTRY(prefill_mma_##type##_d128) \
-      ENTRY(prefill_mma_##type##_d256)
-const std::map<std::string, Entry> kernels = {ENTRIES_OF_CACHE(f32) ENTRIES_OF_CACHE(f16) ENTRIES_OF_CACHE(
-    bf16) ENTRIES_OF_TENSOR_CORES(f16) ENTRIES_OF_TENSOR_CORES(bf16) ENTRY(copy_blocks_b16)
-                                                  ENTRY(copy_blocks_b32) ENTRY(reduce) ENTRY(merge_states)};
+#define ENTRIES_OF_CACHE(type)                                                      \
+  ENTRY(write_kv_f32_##type) ENTRY(write_kv_f16_##type) ENTRY(write_kv_bf16_##type) \
+  ENTRY(attend_simt_##type##_d64) ENTRY(attend_simt_##type##_d128)                  \
+  ENTRY(attend_simt_##type##_d256) ENTRY(attend_simt_##type##_d512)
+#define ENTRIES_OF_TENSOR_CORES(type)                                                            \
+  ENTRY(decode_mma_##type##_d64) ENTRY(decode_mma_##type##_d128) ENTRY(decode_mma_##type##_d256) \
+  ENTRY(prefill_mma_##type##_d64) ENTRY(prefill_mma_##type##_d128) ENTRY(prefill_mma_##type##_d256)
+const std::map<std::string, Entry> kernels = {
+    ENTRIES_OF_CACHE(f32) ENTRIES_OF_CACHE(f16) ENTRIES_OF_CACHE(bf16)
+    ENTRIES_OF_TENSOR_CORES(f16) ENTRIES_OF_TENSOR_CORES(bf16)
+    ENTRY(copy_blocks_b16) ENTRY(copy_blocks_b32) ENTRY(reduce) ENTRY(merge_states)};
+// clang-format on
 
 struct Buffer {
   char* start;

@@ -376,7 +376,7 @@ static void fiber_main() {
     if (r.used && !r.complete && (r.mask >> lane & 1))
       fail("lane %d exits while lanes %08x wait for it in a warp collective at %s:%d (mask %08x)", lane,
            r.arrived, r.file, r.line, r.mask);
-  if (config.strict_exit && nbar)
+  if (nbar)
     fail("thread exits while %d threads wait at the barrier %s:%d", nbar, bar_file, bar_line);
   set_wait(DONE, "exit", "", 0);
   ndone++;
@@ -470,7 +470,7 @@ void block_barrier(const char* what, const char* file, int line) {
   if (nbar && (bar_file != file || bar_line != line))
     fail("%s at %s:%d while %d threads wait at %s:%d (divergent barriers)", what, file, line, nbar, bar_file,
          bar_line);
-  if (config.strict_exit && ndone)
+  if (ndone)
     fail("%s at %s:%d after %d threads of the block have exited", what, file, line, ndone);
   bar_file = file;
   bar_line = line;

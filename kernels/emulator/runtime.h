@@ -2,20 +2,21 @@
 // one goes on at a barrier or a warp instruction is a setting, so that orders which a GPU leaves open can
 // be tried. Wrong masks, exited lanes, divergent barriers and deadlocks end with a message.
 //
+// Names: rdv is a rendezvous, where the lanes of a warp instruction meet and exchange a payload; cp are
+// the cp.async copies of a thread that are under way.
+//
 // Needs the toolkit's headers alone (vector_types.h, cuda_fp16.h, cuda_bf16.h): their host paths convert
 // bit for bit. runtime.cpp is compiled WITHOUT sanitizers, with -DEMU_ASAN or -DEMU_TSAN to tell them of
 // the fibers; the kernels are compiled with them.
 #pragma once
 #ifdef __CUDACC__
-#error "cuda_on_cpu.h is for the host compiler"
+#error "the emulator is for the host compiler"
 #endif
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <algorithm>
-#include <functional>
 #include <type_traits>
 #include <vector_types.h>
 #include <vector_functions.h>
@@ -33,14 +34,9 @@
 #define __global__
 #define __device__
 #define __host__
-#define __constant__ static
 #define __forceinline__ inline __attribute__((always_inline))
-#define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)
-// Plain __shared__ works (function-local static: ASan redzones, blocks run one after another) but is not
-// NaN-filled per block, and TSan sees it as shared between blocks. Kernels should use
-// CK_SHARED/CK_DYN_SHARED.
-#define __shared__ static
+// __shared__ has no meaning here: platform.cuh spells shared memory DYNAMIC_SHARED and STATIC_SHARED.
 
 #define EMU_LOC const char *file_ = __builtin_FILE(), int line_ = __builtin_LINE()
 #define EMU_PASS file_, line_
@@ -52,7 +48,6 @@ struct Config {
   uint64_t seed = 1;        // for the random orders, block order and cp.async timing
   int block_order = 0;      // 0 ascending, 1 descending, 2 random
   int cp_async = 0;         // 0 late (at wait), 1 early (at issue), 2 random per copy
-  bool strict_exit = true;  // a thread that has exited does not count at __syncthreads
 };
 extern Config config;
 
@@ -124,7 +119,6 @@ inline T shfl(Kind k, uint32_t mask, T v, int src, int width, bool in_range, con
 #define blockIdx (emu::g_blockIdx)
 #define blockDim (emu::g_blockDim)
 #define gridDim (emu::g_gridDim)
-#define warpSize 32
 
 inline void __syncthreads(EMU_LOC) {
   emu::block_barrier("__syncthreads", EMU_PASS);
@@ -149,5 +143,4 @@ inline T __ldg(const T* p) {
   }
 EMU_MINMAX(int)
 EMU_MINMAX(unsigned)
-EMU_MINMAX(long) EMU_MINMAX(unsigned long) EMU_MINMAX(long long) EMU_MINMAX(float) EMU_MINMAX(double)
 #undef EMU_MINMAX

@@ -399,6 +399,13 @@ impl PagedKvCache {
         usage.collect()
     }
 
+    /// Blocks that a plan could take now, per group: free, or cached and unused.
+    pub fn available_blocks(&self) -> Vec<usize> {
+        let state = self.inner.state();
+        let groups = state.groups.iter();
+        groups.map(|group| group.allocator.available()).collect()
+    }
+
     /// Tokens that each group can hold.
     pub fn capacity_tokens(&self) -> Vec<usize> {
         let state = self.inner.state();

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use candle_core::quantized::{GgmlDType, QMatMul, QStorage, QTensor};
 use candle_core::{DType, Device, Module, Tensor};
+use rayon::prelude::*;
 
 use super::weights::LinearWeight;
 use crate::error::{Error, Result};
@@ -82,15 +83,42 @@ const FEW_ROWS: usize = 64;
 ///
 /// On a CPU a few rows are computed as `(weight @ xᵀ)ᵀ`: the `gemm` crate then reads the
 /// weight where it lies and does not repack it, which is 2 to 4 times as fast from 2 rows up.
-/// One row is computed as two equal ones, because a product of one row runs on one thread.
 fn dense(x: &Tensor, weight: &Tensor) -> candle_core::Result<Tensor> {
-    let (rows, columns) = x.dims2()?;
+    let rows = x.dim(0)?;
     if rows > FEW_ROWS || !x.device().is_cpu() || x.dtype() != DType::F32 {
         return x.matmul(&weight.t()?);
     }
-    let x = x.broadcast_as((rows.max(2), columns))?;
-    let y = weight.matmul(&x.t()?)?;
-    y.narrow(1, 0, rows)?.t()?.contiguous()
+    if rows == 1 {
+        return one_row(x, weight);
+    }
+    weight.matmul(&x.t()?)?.t()?.contiguous()
+}
+
+/// Weights of a piece at least, or waking a thread costs more than it saves.
+const PIECE: usize = 1 << 17;
+/// Pieces per thread at most: a thread that is held up then leaves some to the others.
+const PIECES_PER_THREAD: usize = 2;
+
+/// [`dense`] of a single row. The product is a pass over the weight, which `gemm` makes on one
+/// thread; here each piece of the weight's rows is such a pass.
+fn one_row(x: &Tensor, weight: &Tensor) -> candle_core::Result<Tensor> {
+    let (out, _) = weight.dims2()?;
+    let most = rayon::current_num_threads() * PIECES_PER_THREAD;
+    let pieces = (weight.elem_count() / PIECE).clamp(1, most);
+    let step = out.div_ceil(pieces);
+    let product = |start: usize| {
+        let rows = step.min(out - start);
+        x.matmul(&weight.narrow(0, start, rows)?.t()?)
+    };
+    if pieces == 1 {
+        return product(0);
+    }
+    let starts: Vec<usize> = (0..out).step_by(step).collect();
+    let products = starts
+        .into_par_iter()
+        .map(product)
+        .collect::<candle_core::Result<Vec<_>>>()?;
+    Tensor::cat(&products, 1)
 }
 
 /// The dtype in which dense products of a model in `dtype` run.

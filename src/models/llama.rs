@@ -17,6 +17,9 @@ use crate::error::{Error, Result};
 
 /// Rope base where the configuration names none, in both layouts.
 const DEFAULT_ROPE_BASE: f64 = 10_000.0;
+/// Layers of a model at most, far above any there is. A configuration is a claim, and a spec
+/// takes memory for every layer claimed before the first missing weight can show that it lies.
+const MAX_LAYERS: usize = 10_000;
 
 /// The spec of a Llama model in Hugging Face's layout from its `config.json`; `place` names
 /// the file in errors.
@@ -69,7 +72,12 @@ pub fn spec_from_hf(config: &serde_json::Value, place: &str) -> Result<ModelSpec
         hidden,
         vocab: json.count("vocab_size")?,
         context_length: json.count("max_position_embeddings")?,
-        layers: vec![layer; json.count("num_hidden_layers")?],
+        layers: repeated(
+            layer,
+            json.count("num_hidden_layers")?,
+            "num_hidden_layers",
+            place,
+        )?,
         final_norm: norm,
         head: always_if(!json.flag("tie_word_embeddings")?),
         rope_divisors: Presence::Never,
@@ -187,7 +195,12 @@ pub fn spec_from_gguf(meta: &HashMap<String, gguf_file::Value>, place: &str) -> 
         hidden,
         vocab,
         context_length: gguf.count("llama.context_length")?,
-        layers: vec![layer; gguf.count("llama.block_count")?],
+        layers: repeated(
+            layer,
+            gguf.count("llama.block_count")?,
+            "llama.block_count",
+            place,
+        )?,
         final_norm: norm,
         head: Presence::IfStored,
         rope_divisors: Presence::IfStored,
@@ -226,6 +239,19 @@ fn rope_from_gguf(gguf: &Gguf<'_>, k_dim: usize) -> Result<RopeSpec> {
 fn checked(spec: ModelSpec) -> Result<ModelSpec> {
     spec.check()?;
     Ok(spec)
+}
+
+/// `count` layers, as `field` of the configuration claims.
+fn repeated(layer: LayerSpec, count: usize, field: &str, place: &str) -> Result<Vec<LayerSpec>> {
+    if count > MAX_LAYERS {
+        return Err(Error::InvalidArgument {
+            op: "model_config",
+            what: format!("{field} in {place}"),
+            expected: format!("at most {MAX_LAYERS} layers"),
+            got: count.to_string(),
+        });
+    }
+    Ok(vec![layer; count])
 }
 
 fn always_if(stored: bool) -> Presence {

@@ -246,6 +246,16 @@ fn numbers_that_do_not_fit_are_refused() {
         ("hidden_size", json!("576"), ["hidden_size", PLACE]),
         ("hidden_size", json!(-1), ["hidden_size", "-1"]),
         ("num_hidden_layers", json!(0), ["num_hidden_layers", "0"]),
+        (
+            "num_hidden_layers",
+            json!(u64::MAX),
+            ["num_hidden_layers", "18446744073709551615"],
+        ),
+        (
+            "num_hidden_layers",
+            json!(10_001),
+            ["at most 10000", "10001"],
+        ),
         ("vocab_size", json!(1.5), ["vocab_size", "1.5"]),
         (
             "tie_word_embeddings",
@@ -264,6 +274,12 @@ fn numbers_that_do_not_fit_are_refused() {
         let config = with(smollm(), field, value);
         assert_refused(spec_from_hf(&config, PLACE), "InvalidArgument", &named);
     }
+}
+
+#[test]
+fn the_largest_number_of_layers_is_still_accepted() {
+    let config = with(smollm(), "num_hidden_layers", json!(10_000));
+    assert_eq!(spec_from_hf(&config, PLACE).unwrap().layers.len(), 10_000);
 }
 
 /// The metadata of the SmolLM2 GGUF file.
@@ -420,6 +436,16 @@ fn gguf_metadata_that_cannot_be_run_is_refused() {
             "llama.block_count",
             Gguf::F32(30.0),
             ["llama.block_count", "model.gguf"],
+        ),
+        (
+            "llama.block_count",
+            Gguf::U64(u64::MAX),
+            ["llama.block_count", "18446744073709551615"],
+        ),
+        (
+            "llama.block_count",
+            Gguf::U32(10_001),
+            ["at most 10000", "10001"],
         ),
         (
             "llama.attention.head_count",

@@ -27,8 +27,9 @@ fn linear(weight: &Tensor, dtype: Option<GgmlDType>, bias: Option<Tensor>) -> Li
 }
 
 /// Out sizes with and without a rest by 16, in sizes with and without a rest by 256: each of
-/// them makes candle choose another kernel.
-const SHAPES: [(usize, usize); 4] = [(48, 512), (50, 256), (48, 288), (23, 96)];
+/// them makes candle choose another kernel. The last is large enough that a single dense row
+/// is computed in pieces, the last of them smaller.
+const SHAPES: [(usize, usize); 5] = [(48, 512), (50, 256), (48, 288), (23, 96), (1003, 512)];
 
 fn assert_row_rule(dtype: Option<GgmlDType>) {
     for (out, inp) in SHAPES {

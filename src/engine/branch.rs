@@ -1,0 +1,149 @@
+//! A sample in the making: its text, its log-probabilities, and whether it has ended.
+
+use std::sync::Arc;
+
+use tokenizers::Tokenizer;
+
+use super::output::{FinishReason, Output, TokenLogprobs};
+use super::request::{Request, RequestId};
+use super::stop::StopScanner;
+use crate::load::TextStream;
+
+/// A sample of a request.
+#[derive(Debug, Clone)]
+pub(super) struct Branch {
+    text: Option<TextStream>,
+    scanner: StopScanner,
+    /// Tokens generated.
+    pub generated: usize,
+    /// Sum of the log-probabilities, if they are computed.
+    pub logprob: f64,
+    /// What has not left yet.
+    pub tokens: Vec<u32>,
+    pub new_text: String,
+    pub logprobs: Vec<TokenLogprobs>,
+    pub score: Option<f64>,
+    pub finish: Option<FinishReason>,
+    /// Whether the end has left, too.
+    told: bool,
+}
+
+/// The rules by which a sample ends.
+#[derive(Debug, Clone)]
+pub(super) struct StopRules {
+    /// Stop ids, end-of-text tokens among them unless they are ignored.
+    pub ids: Vec<u32>,
+    pub min_tokens: usize,
+    pub max_tokens: usize,
+}
+
+impl StopRules {
+    /// Rules for a request of an engine with these end-of-text tokens and a model with this
+    /// context length.
+    pub(super) fn new(request: &Request, eos: &[u32], context: usize) -> Self {
+        let mut ids = request.stop_ids.clone();
+        if !request.ignore_eos {
+            ids.extend_from_slice(eos);
+        }
+        ids.sort_unstable();
+        ids.dedup();
+        Self {
+            ids,
+            min_tokens: request.min_tokens,
+            max_tokens: request.max_tokens.min(context - request.prompt.len()),
+        }
+    }
+
+    /// Stop ids that may not be sampled as token number `generated`.
+    pub(super) fn too_early(&self, generated: usize) -> &[u32] {
+        if generated < self.min_tokens {
+            &self.ids
+        } else {
+            &[]
+        }
+    }
+}
+
+impl Branch {
+    pub(super) fn new(request: &Request, tokenizer: Option<&Arc<Tokenizer>>) -> Self {
+        Self {
+            text: tokenizer.map(|t| TextStream::new(t.clone(), true)),
+            scanner: StopScanner::new(request.stop_strings.clone()),
+            generated: 0,
+            logprob: 0.0,
+            tokens: Vec::new(),
+            new_text: String::new(),
+            logprobs: Vec::new(),
+            score: None,
+            finish: None,
+            told: false,
+        }
+    }
+
+    /// Whether there is something that has not left yet.
+    pub(super) fn has_news(&self) -> bool {
+        !self.tokens.is_empty() || !self.new_text.is_empty() || self.finish.is_some() && !self.told
+    }
+
+    /// Takes what has not left yet.
+    pub(super) fn take_output(&mut self, request: RequestId, sample: usize) -> Output {
+        self.told = self.finish.is_some();
+        Output {
+            request,
+            sample,
+            tokens: std::mem::take(&mut self.tokens),
+            text: std::mem::take(&mut self.new_text),
+            logprobs: std::mem::take(&mut self.logprobs),
+            score: self.score,
+            finish: self.finish.clone(),
+            report: None,
+        }
+    }
+
+    /// Appends a token and decides whether it was the last.
+    pub(super) fn push(&mut self, token: u32, rules: &StopRules) {
+        self.generated += 1;
+        self.tokens.push(token);
+        let early = self.generated < rules.min_tokens;
+        if !early && rules.ids.contains(&token) {
+            self.end(FinishReason::StopToken(token));
+            return;
+        }
+        if let Some(text) = &mut self.text {
+            match text.push(token) {
+                Ok(piece) => self.push_text(&piece.unwrap_or_default(), early),
+                Err(error) => self.end(FinishReason::Failed(error.to_string())),
+            }
+        }
+        if self.finish.is_none() && self.generated >= rules.max_tokens {
+            self.end(FinishReason::Length);
+        }
+    }
+
+    fn push_text(&mut self, piece: &str, early: bool) {
+        if early {
+            self.new_text.push_str(piece);
+            return;
+        }
+        let (text, stop) = self.scanner.push(piece);
+        self.new_text.push_str(&text);
+        if let Some(stop) = stop {
+            self.finish = Some(FinishReason::StopString(stop));
+        }
+    }
+
+    /// Ends the sample and lets go of the text that was held back.
+    pub(super) fn end(&mut self, reason: FinishReason) {
+        if self.finish.is_some() {
+            return;
+        }
+        if let Some(text) = &mut self.text {
+            // What a decoder refuses at the end of a text is no text.
+            let rest = text.finish().unwrap_or_default();
+            let (rest, _) = self.scanner.push(&rest);
+            self.new_text.push_str(&rest);
+            self.new_text.push_str(&self.scanner.finish());
+        }
+        self.finish = Some(reason);
+    }
+}

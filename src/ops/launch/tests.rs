@@ -1,0 +1,118 @@
+//! The launch rules, by hand calculation.
+
+use super::*;
+
+/// A cache of 16-bit elements, and queries of `group` heads per KV head.
+fn views(group: usize, dim: usize, element: Element) -> (RowsView, CacheView) {
+    let cache = CacheView {
+        element,
+        start: 0,
+        block_stride: 16 * 2 * dim,
+        num_blocks: 100,
+        block_size: 16,
+        kv_heads: 2,
+        dim,
+    };
+    let q = RowsView {
+        element,
+        start: 0,
+        strides: [2 * group * dim, dim, 1],
+        heads: 2 * group,
+        dim,
+    };
+    (q, cache)
+}
+
+fn plan(q: &RowsView, cache: &CacheView, batch: &Batch) -> Plan {
+    let scores = Scores {
+        scale: 1.0,
+        softcap: None,
+        window: None,
+        slopes: false,
+        sinks: false,
+    };
+    attention(q, cache, cache, batch, &scores, false)
+}
+
+const DECODE: Batch = Batch {
+    seqs: 3,
+    rows: 3,
+    pages: 300,
+    min_rows: 1,
+    max_rows: 1,
+    max_len: 4096,
+};
+
+#[test]
+fn every_chunk_of_every_sequence_has_a_slot_of_its_own() {
+    for block_size in [1, 16, 256] {
+        let (mut pages, mut next) = (0, 0);
+        for (seq, len) in [0usize, 1, 255, 256, 257, 4095, 4096, 0, 5000, 300_001]
+            .into_iter()
+            .enumerate()
+        {
+            let first = pages * block_size / CHUNK + seq;
+            assert!(first >= next, "sequence {seq} with blocks of {block_size}");
+            next = first + len.div_ceil(chunk_keys(len)).max(1);
+            pages += len.div_ceil(block_size);
+        }
+        assert!(
+            next <= pages * block_size / CHUNK + 10,
+            "the grid ends too early"
+        );
+    }
+}
+
+#[test]
+fn a_decode_step_reads_no_length_on_the_host() {
+    let (q, cache) = views(4, 128, Element::BF16);
+    let plan = plan(&q, &cache, &DECODE);
+    let names: Vec<_> = plan.launches.iter().map(|l| l.kernel.as_str()).collect();
+    assert_eq!(names, ["decode_mma_bf16_d128", "reduce"]);
+    // 300 pages of 16 are 18 chunks of 256 and a rest; and one slot more per sequence.
+    let slots = 300 * 16 / 256 + 3;
+    assert_eq!(plan.launches[0].grid, [slots as u32, 2, 1]);
+    assert_eq!(plan.launches[1].grid, [3, 8, 1]);
+    assert_eq!(plan.workspace, slots * 8 * (128 + 2) * 4);
+}
+
+#[test]
+fn what_has_no_tensor_core_path_goes_without() {
+    let name = |q: &RowsView, cache: &CacheView| plan(q, cache, &DECODE).launches[0].kernel.clone();
+    let (q, cache) = views(4, 128, Element::F16);
+    assert_eq!(name(&q, &cache), "decode_mma_f16_d128");
+    let odd = CacheView { start: 3, ..cache };
+    assert_eq!(name(&q, &odd), "attend_simt_f16_d128");
+    let gaps = CacheView {
+        block_stride: cache.block_stride + 4,
+        ..cache
+    };
+    assert_eq!(name(&q, &gaps), "attend_simt_f16_d128");
+    let wide = RowsView {
+        element: Element::F32,
+        ..q
+    };
+    assert_eq!(name(&wide, &cache), "attend_simt_f16_d128");
+    let (q, cache) = views(4, 264, Element::F16);
+    assert_eq!(name(&q, &cache), "attend_simt_f16_d512");
+}
+
+#[test]
+fn a18_blocks_that_are_read_and_written_go_through_the_workspace() {
+    let (_, cache) = views(1, 64, Element::F16);
+    let copy = copy_blocks(&cache, &[(0, 1), (1, 2), (7, 7)]);
+    // Block 1 into the workspace, then 0 to 1, then the workspace to 2.
+    assert_eq!(copy.pairs, [1, 0, 0, 1, 0, 2]);
+    assert_eq!(copy.plan.launches.len(), 3);
+    assert_eq!(copy.plan.workspace, 16 * 2 * 64 * 2);
+}
+
+#[test]
+fn nothing_to_do_launches_nothing() {
+    let (q, cache) = views(4, 64, Element::F16);
+    let empty = Batch { rows: 0, ..DECODE };
+    assert_eq!(plan(&q, &cache, &empty), Plan::default());
+    assert_eq!(write_kv(&cache, &q, 0), Plan::default());
+    assert_eq!(copy_blocks(&cache, &[(3, 3)]), CopyPlan::default());
+    assert_eq!(merge_states(0, 64), Plan::default());
+}
