@@ -249,6 +249,8 @@ impl<M: CausalLm + ?Sized> Worker<M> {
             if self.failures > 1 {
                 let _ = self.engine.fail_step(&error);
             }
+            // If somebody else holds a plan only time helps.
+            std::thread::sleep(Duration::from_millis(1));
         }
         self.deliver();
     }

@@ -118,26 +118,36 @@ fn b4_preempted_prefills_progress_all_the_same() {
 
 #[test]
 fn b5_a_victim_that_is_already_part_of_the_step_leaves_it_whole() {
-    // 6 blocks of 4, steps of 8 tokens. `low` (3 blocks) decodes, and so comes first in every
-    // step; the prompt of `high` is computed in chunks and needs its blocks.
+    // Blocks of one token, steps of 4. `low` decodes, and so comes first in every step, while
+    // `high`, which was admitted when the pool still had room for its prompt, computes it in
+    // chunks of the other 3.
     let config = EngineConfig::default()
         .with_max_sequences(4)
-        .with_max_batch_tokens(8);
-    let mut engine = engine(model(VOCAB), 6, 4, config);
-    let (low, high) = (prompt(1, 6, VOCAB), prompt(2, 20, VOCAB));
+        .with_max_batch_tokens(4);
+    let mut engine = engine(model(VOCAB), 43, 1, config);
+    let (low, high) = (prompt(1, 2, VOCAB), prompt(2, 39, VOCAB));
     let mut answers: BTreeMap<RequestId, Answer> = BTreeMap::new();
     let a = engine
-        .add_request(request(&low, 12).with_priority(-1))
+        .add_request(request(&low, 30).with_priority(-1))
         .unwrap();
     step_into(&mut engine, &mut answers);
     let b = engine.add_request(request(&high, 3)).unwrap();
-    // It is not admitted beside `low`, whose place it may not take.
-    while engine.stats().running < 2 && engine.has_work() {
+    let mut before = engine.stats().computed_tokens;
+    while engine.stats().preemptions == 0 {
+        let made = len(&answers[&a]);
         step_into(&mut engine, &mut answers);
+        let computed = engine.stats().computed_tokens;
+        // Also in the step in which `low` gave way, without a token of its own: all 4 are
+        // `high`'s.
+        assert_eq!(computed - before, 4);
+        let gave_way = engine.stats().preemptions == 1;
+        assert_eq!(len(&answers[&a]) == made, gave_way);
+        before = computed;
     }
     run_into(&mut engine, &mut answers);
-    assert_eq!(tokens(&answers[&a]), model(VOCAB).greedy(&low, 12));
+    assert_eq!(tokens(&answers[&a]), model(VOCAB).greedy(&low, 30));
     assert_eq!(tokens(&answers[&b]), model(VOCAB).greedy(&high, 3));
+    assert_eq!(answers[&b].report.as_ref().unwrap().preemptions, 0);
 
     // Two that were admitted together: the first, of higher priority, grows into the pool.
     let config = EngineConfig::default()

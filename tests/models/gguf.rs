@@ -273,11 +273,14 @@ fn mixed_formats_in_one_layer() {
         weights.quantize(part, GgmlDType::Q6K);
     }
     for len in [1, 20] {
-        let prompt = tokens(50, len, tiny.vocab);
-        let (want, model) = from_one_file(&tiny, &weights, &prompt);
-        let got = in_chunks(&model, &prompt, len).pop().unwrap();
-        let far = distance(&[got], &[want]);
-        assert!(far <= 1e-3, "{len} tokens: {far}");
+        let mut far = [50, 57, 58].map(|seed| {
+            let prompt = tokens(seed, len, tiny.vocab);
+            let (want, model) = from_one_file(&tiny, &weights, &prompt);
+            let got = in_chunks(&model, &prompt, len).pop().unwrap();
+            distance(&[got], &[want])
+        });
+        far.sort_by(f64::total_cmp);
+        assert!(far[1] <= 1e-5, "{len} tokens: {far:?}");
     }
 }
 
@@ -290,13 +293,18 @@ fn quantised_logits_do_not_depend_on_the_number_of_rows() {
         for part in ["attn_", "ffn_", "output.weight", "token_embd"] {
             weights.quantize(part, kind);
         }
-        let prompt = tokens(52, 24, tiny.vocab);
         let model = load_gguf(metadata(&tiny), &weights);
-        let whole = in_chunks(&model, &prompt, 24);
         for chunk in [1, 7] {
-            let far = distance(&in_chunks(&model, &prompt, chunk), &whole);
-            // A sum in another order can move an activation across a rounding edge.
-            assert!(far <= 1e-3, "{kind:?}, chunks of {chunk}: {far}");
+            // Attention sums in another order for chunks. Where that moves an activation
+            // across a rounding edge, the step shows; it must be the exception.
+            let mut far = [52, 53, 54, 55, 56].map(|seed| {
+                let prompt = tokens(seed, 24, tiny.vocab);
+                let whole = in_chunks(&model, &prompt, 24);
+                distance(&in_chunks(&model, &prompt, chunk), &whole)
+            });
+            far.sort_by(f64::total_cmp);
+            println!("{kind:?}, chunks of {chunk}: {far:?}");
+            assert!(far[2] <= 1e-5, "{kind:?}, chunks of {chunk}: {far:?}");
         }
     }
 }
