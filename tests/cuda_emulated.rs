@@ -15,5 +15,7 @@ mod job;
 mod matrix;
 #[path = "cuda_emulated/moves.rs"]
 mod moves;
+#[path = "cuda_emulated/resident.rs"]
+mod resident;
 #[path = "cuda_emulated/small.rs"]
 mod small;

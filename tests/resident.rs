@@ -2,59 +2,19 @@
 //! launches stay from step to step.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
-use std::cell::Cell;
+mod common;
+
 use std::sync::Arc;
 
 use candle_core::{DType, Device};
-use candle_paged_attn::Result;
 use candle_paged_attn::cache::{
     AddOptions, CacheConfig, CacheSpec, Feed, PagedKvCache, SequenceId,
 };
 use candle_paged_attn::ops::PageTable;
 use candle_paged_attn::ops::launch::{self, CacheView, Element, Plan, RowsView, Scores, Slot};
-use candle_paged_attn::ops::resident::{Filled, Memory, Resident};
+use candle_paged_attn::ops::resident::Resident;
 
-/// Host memory, 16-byte aligned, whose buffers never move; counts what is asked of it.
-#[derive(Default)]
-struct Host {
-    allocations: Cell<usize>,
-    copies: Cell<usize>,
-}
-
-struct Bytes(Vec<u128>);
-
-impl Memory for Host {
-    type Buffer = Bytes;
-
-    fn allocate(&self, bytes: usize) -> Result<Bytes> {
-        self.allocations.set(self.allocations.get() + 1);
-        Ok(Bytes(vec![u128::MAX; bytes.div_ceil(16)]))
-    }
-
-    fn write(&self, buffer: &mut Bytes, bytes: &[u8]) -> Result<()> {
-        self.copies.set(self.copies.get() + 1);
-        assert!(bytes.len() <= buffer.0.len() * 16, "a copy past the end");
-        for (word, chunk) in buffer.0.iter_mut().zip(bytes.chunks(16)) {
-            let mut full = word.to_le_bytes();
-            full[..chunk.len()].copy_from_slice(chunk);
-            *word = u128::from_le_bytes(full);
-        }
-        Ok(())
-    }
-
-    fn address(&self, buffer: &Bytes) -> u64 {
-        buffer.0.as_ptr() as u64
-    }
-}
-
-#[allow(unsafe_code)]
-fn at<T: Copy>(filled: &Filled, slot: Slot, len: usize) -> Vec<T> {
-    let address = |(s, address): &(Slot, u64)| (*s == slot).then_some(*address);
-    let address = filled.addresses().iter().find_map(address).unwrap();
-    assert_eq!(address % 16, 0, "{slot:?}");
-    // SAFETY: `Host` made the address from a live buffer, which `fill` wrote up to `len`.
-    unsafe { std::slice::from_raw_parts(address as *const T, len) }.to_vec()
-}
+use common::host::{Host, at};
 
 #[test]
 fn the_arrays_are_copied_and_padded_to_powers_of_two() {
@@ -148,8 +108,8 @@ impl Steps {
     fn step(&mut self, feeds: &[(SequenceId, &[u32])]) -> (Plan, Plan, Vec<(Slot, u64)>) {
         let feeds: Vec<_> = feeds.iter().map(|(id, new)| Feed::new(*id, new)).collect();
         let plan = self.cache.plan(&feeds).unwrap();
-        let layer = plan.layer(0).unwrap();
-        let table = layer.table;
+        let step = plan.layer(0).unwrap();
+        let table = step.table;
         let filled = self.resident.fill(&self.host, table).unwrap();
         let cache = CacheView {
             element: Element::F16,
@@ -179,7 +139,7 @@ impl Steps {
         let mut addresses = filled.addresses().to_vec();
         let workspace = self.resident.workspace(&self.host, attend.workspace);
         addresses.push((Slot::Workspace, workspace.unwrap()));
-        drop(layer);
+        drop(step);
         plan.commit().unwrap();
         (write, attend, addresses)
     }

@@ -1,6 +1,7 @@
 //! What tests share: a dense f64 reference, paged batches with poisoned memory, and a toy model.
 #![allow(dead_code, clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+pub mod host;
 pub mod paged;
 pub mod reference;
 pub mod toy;
