@@ -236,6 +236,14 @@ fn b7_a_preempted_request_resumes_in_a_flow_of_small_ones() {
         let id = engine.add_request(request(&long, 6)).unwrap();
         let mut answers: BTreeMap<RequestId, Answer> = BTreeMap::new();
         step_into(&mut engine, &mut answers);
+        // Small ones run already when it gives way, and would for ever if they overtook it.
+        for seed in 500..504 {
+            engine
+                .add_request(request(&prompt(seed, 4, VOCAB), 3))
+                .unwrap();
+        }
+        step_into(&mut engine, &mut answers);
+        assert!(engine.stats().running > 1);
         engine.preempt(id).unwrap();
         let swapped = usize::from(preemption == Preemption::Swap);
         assert_eq!(
@@ -251,7 +259,10 @@ fn b7_a_preempted_request_resumes_in_a_flow_of_small_ones() {
             // Two more small prompts arrive in every step, for ever.
             for i in 0..2 {
                 let small = prompt(1000 + 2 * steps + i, 4, VOCAB);
-                engine.add_request(request(&small, 3)).unwrap();
+                // Of different lengths, so that they do not all end at once.
+                engine
+                    .add_request(request(&small, 4 + (steps + i) as usize % 4))
+                    .unwrap();
             }
             step_into(&mut engine, &mut answers);
             steps += 1;
