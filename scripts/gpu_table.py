@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The figures of scripts/gpu_check.sh as a short table: gpu_table.py FOLDER"""
+"""The figures of scripts/gpu-check.sh as a short table: gpu_table.py FOLDER"""
 import json
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-//! What a machine with a GPU runs (`scripts/gpu_check.sh`): the op tests on the device, a model
+//! What a machine with a GPU runs (`scripts/gpu-check.sh`): the op tests on the device, a model
 //! against its CPU run, and the benches. One binary, because candle's kernels are in each.
 //! Without `CANDLE_PAGED_ATTN_TEST_DEVICE=cuda` the op tests run on the CPU and the rest says
 //! that it was left out. Not yet run on a GPU.

@@ -2,8 +2,8 @@
 # Everything that is to be run once on a machine with a GPU (meant for an H200 with CUDA 13.0
 # and no Rust), in at most 8 minutes. NOT YET RUN ON A GPU.
 #
-#   scripts/gpu_check.sh build [FOLDER]   without a GPU: compiles for sm_90 into FOLDER (gpu/)
-#   scripts/gpu_check.sh run [FOLDER]     with a GPU: tests, compute-sanitizer, benches
+#   scripts/gpu-check.sh build [FOLDER]   without a GPU: compiles for sm_90 into FOLDER (gpu/)
+#   scripts/gpu-check.sh run [FOLDER]     with a GPU: tests, compute-sanitizer, benches
 #
 # `build` checks that the tracked files and FOLDER are at most 50 MiB together, so that they
 # can be carried there. `run` writes its logs and figures to $OUT (default: FOLDER/out), prints
