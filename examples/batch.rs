@@ -31,6 +31,9 @@ struct Args {
     file: PathBuf,
     #[command(flatten)]
     model: ModelArgs,
+    /// Sequences that run at once.
+    #[arg(long, default_value_t = 64)]
+    max_num_seqs: usize,
     /// Tokens to generate at most per prompt, unless its line says otherwise.
     #[arg(long, default_value_t = 64)]
     max_tokens: usize,
@@ -74,7 +77,8 @@ fn run(args: &Args) -> Result<()> {
         .enumerate()
         .map(|(i, line)| request(args, &loaded, line).with_context(|| format!("prompt {i}")))
         .collect::<Result<Vec<_>>>()?;
-    let mut engine = args.model.engine(&loaded, EngineConfig::default())?;
+    let config = EngineConfig::default().with_max_sequences(args.max_num_seqs);
+    let mut engine = args.model.engine(&loaded, config)?;
 
     let style = "{bar:30} {pos}/{len} prompts, {msg}, {elapsed}";
     let bar =

@@ -4,25 +4,24 @@
 //! cargo run --release --example generate -- "What is the capital of France?"
 //! ```
 
+#[path = "support/setup.rs"]
+mod setup;
 #[path = "support/mod.rs"]
 mod support;
 
 use std::io::Write;
-use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use bytesize::ByteSize;
-use candle_core::{DType, Device};
 use candle_paged_attn::Error;
-use candle_paged_attn::cache::{AddOptions, CacheConfig, Feed, Logits, PagedKvCache, SequenceId};
-use candle_paged_attn::load::{
-    LoadOptions, Pretrained, TextStream, chat::Message, from_pretrained,
-};
+use candle_paged_attn::cache::{AddOptions, Feed, Logits, PagedKvCache, SequenceId};
+use candle_paged_attn::load::{TextStream, chat::Message};
 use candle_paged_attn::models::CausalLm;
 use candle_transformers::generation::{LogitsProcessor, Sampling};
 use clap::Parser;
 use serde_json::json;
+use setup::{FloatType, Loaded, ModelArgs};
 
 /// Prompt tokens computed per step: bounds the memory of a long prompt's activations.
 const PREFILL_CHUNK: usize = 512;
@@ -32,10 +31,8 @@ const PREFILL_CHUNK: usize = 512;
 struct Args {
     /// The prompt.
     prompt: String,
-    /// A GGUF file, a folder with config.json, tokenizer.json and safetensors, or a hub id.
-    /// Without it: SmolLM2-135M-Instruct.
-    #[arg(long, value_name = "PATH|HUB_ID")]
-    model: Option<PathBuf>,
+    #[command(flatten)]
+    model: ModelArgs,
     /// Tokens to generate at most.
     #[arg(long, default_value_t = 256)]
     max_tokens: usize,
@@ -51,22 +48,9 @@ struct Args {
     /// Seed of the sampler.
     #[arg(long, default_value_t = 0)]
     seed: u64,
-    /// Tokens per KV block: a power of two from 1 to 256.
-    #[arg(long, default_value_t = 16)]
-    block_size: usize,
-    /// Memory of the KV cache, such as 512MiB or 2GiB.
-    #[arg(long, default_value = "512MiB")]
-    kv_memory: ByteSize,
-    /// Compute dtype. With a GGUF the linears are dequantised to it; without, they stay
-    /// quantised.
-    #[arg(long, value_enum)]
-    dtype: Option<FloatType>,
     /// Dtype of the KV cache, if it is to differ from the compute dtype.
     #[arg(long, value_enum)]
     kv_dtype: Option<FloatType>,
-    /// Threads, instead of one per core.
-    #[arg(long, value_parser = clap::value_parser!(u16).range(1..))]
-    threads: Option<u16>,
     /// Wrap the prompt in the model's chat template (the default).
     #[arg(long, conflicts_with = "raw")]
     chat: bool,
@@ -77,23 +61,6 @@ struct Args {
     /// ended the answer; `text` does not.
     #[arg(long)]
     json: bool,
-}
-
-#[derive(Debug, Clone, Copy, clap::ValueEnum)]
-enum FloatType {
-    F32,
-    F16,
-    Bf16,
-}
-
-impl From<FloatType> for DType {
-    fn from(float: FloatType) -> Self {
-        match float {
-            FloatType::F32 => Self::F32,
-            FloatType::F16 => Self::F16,
-            FloatType::Bf16 => Self::BF16,
-        }
-    }
 }
 
 /// What came out, and how long it took.
@@ -113,9 +80,6 @@ fn main() {
 }
 
 fn run(args: &Args) -> Result<()> {
-    if let Some(threads) = args.threads {
-        support::set_threads(threads.into());
-    }
     ensure!(args.max_tokens > 0, "--max-tokens must be at least 1");
     ensure!(
         args.temperature == 0.0 || args.temperature >= 1e-6,
@@ -126,58 +90,38 @@ fn run(args: &Args) -> Result<()> {
         args.top_p.is_none_or(|p| p > 0.0 && p <= 1.0),
         "--top-p must lie above 0 and be at most 1"
     );
-    let mut options = LoadOptions::default().with_progress(true);
-    options.dtype = args.dtype.map(DType::from);
-    let path = match &args.model {
-        Some(path) => path.clone(),
-        None => support::default_model(true)?,
+    let loaded = args.model.load()?;
+    let prompt = if args.raw {
+        loaded.encode(&args.prompt, true)?
+    } else {
+        loaded
+            .chat(&[Message::new("user", &args.prompt)])
+            .context("use --raw to continue the prompt as it is")?
     };
-    let pretrained = from_pretrained(&path, &options)?;
-    let model = &pretrained.model;
-    let prompt = prompt_tokens(args, &pretrained)?;
-
-    let kv_dtype = args.kv_dtype.or(args.dtype).map_or(DType::F32, DType::from);
-    let config = CacheConfig::bytes(args.kv_memory.as_u64()).with_block_size(args.block_size);
-    let cache = PagedKvCache::new(&model.cache_spec(kv_dtype)?, &config, &Device::Cpu)?;
+    let cache = args
+        .model
+        .cache_of(&loaded, args.kv_dtype.or(args.model.dtype))?;
     let sequence = cache.add(&prompt, AddOptions::default())?.id;
-    let answer = generate(args, &pretrained, &cache, sequence, &prompt)?;
+    let answer = generate(args, &loaded, &cache, sequence, &prompt)?;
     report(args, &cache, &prompt, &answer);
     Ok(())
 }
 
-fn prompt_tokens(args: &Args, pretrained: &Pretrained) -> Result<Vec<u32>> {
-    let (text, special) = if args.raw {
-        (args.prompt.clone(), true)
-    } else {
-        let template = pretrained.chat_template.as_ref();
-        let template = template.context("the model has no chat template; use --raw")?;
-        (
-            template.render(&[Message::new("user", &args.prompt)], true)?,
-            false,
-        )
-    };
-    let encoding = pretrained
-        .tokenizer
-        .encode(text, special)
-        .map_err(anyhow::Error::msg)?;
-    Ok(encoding.get_ids().to_vec())
-}
-
 fn generate(
     args: &Args,
-    pretrained: &Pretrained,
+    loaded: &Loaded,
     cache: &PagedKvCache,
     sequence: SequenceId,
     prompt: &[u32],
 ) -> Result<Answer> {
-    let model = &pretrained.model;
+    let model = &loaded.model;
     let sampling = match (args.temperature, args.top_p) {
         (0.0, _) => Sampling::ArgMax,
         (temperature, None) => Sampling::All { temperature },
         (temperature, Some(p)) => Sampling::TopP { p, temperature },
     };
     let mut sampler = LogitsProcessor::from_sampling(args.seed, sampling);
-    let mut stream = TextStream::new(pretrained.tokenizer.clone(), true);
+    let mut stream = TextStream::new(loaded.tokenizer.clone(), true);
     let mut answer = Answer {
         tokens: Vec::new(),
         text: String::new(),
@@ -209,7 +153,7 @@ fn generate(
     loop {
         let token = sampler.sample(&logits.get(0)?)?;
         answer.tokens.push(token);
-        if !args.ignore_eos && pretrained.eos_token_ids.contains(&token) {
+        if !args.ignore_eos && loaded.eos.contains(&token) {
             answer.finish_reason = "stop";
             break;
         }

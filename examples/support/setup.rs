@@ -1,4 +1,5 @@
-//! What the examples with an engine share: their options, and the way from them to an engine.
+//! What the examples share: the options of a model, and the way from them to a cache or an
+//! engine.
 #![allow(dead_code)] // Each user takes only a part.
 
 use std::path::PathBuf;
@@ -35,9 +36,6 @@ pub struct ModelArgs {
     /// Memory of the KV cache, such as 512MiB or 2GiB.
     #[arg(long, default_value = "512MiB")]
     pub kv_memory: ByteSize,
-    /// Sequences that run at once.
-    #[arg(long, default_value_t = 64)]
-    pub max_num_seqs: usize,
     /// Threads, instead of one per core.
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..))]
     pub threads: Option<u16>,
@@ -91,7 +89,12 @@ impl ModelArgs {
 
     /// An empty cache for the model.
     pub fn cache(&self, loaded: &Loaded) -> Result<PagedKvCache> {
-        let dtype = self.dtype.map_or(DType::F32, DType::from);
+        self.cache_of(loaded, self.dtype)
+    }
+
+    /// An empty cache with rows of `dtype`, f32 if that is `None`.
+    pub fn cache_of(&self, loaded: &Loaded, dtype: Option<FloatType>) -> Result<PagedKvCache> {
+        let dtype = dtype.map_or(DType::F32, DType::from);
         let size = CacheConfig::bytes(self.kv_memory.as_u64()).with_block_size(self.block_size);
         let spec = loaded.model.cache_spec(dtype)?;
         Ok(PagedKvCache::new(&spec, &size, &Device::Cpu)?)
@@ -99,7 +102,6 @@ impl ModelArgs {
 
     /// An engine with an empty cache of its own.
     pub fn engine(&self, loaded: &Loaded, config: EngineConfig) -> Result<Engine<Decoder>> {
-        let config = config.with_max_sequences(self.max_num_seqs);
         let engine = Engine::new(loaded.model.clone(), self.cache(loaded)?, config)?;
         Ok(engine
             .with_tokenizer(loaded.tokenizer.clone())
