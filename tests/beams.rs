@@ -2,16 +2,15 @@
 //! `scripts/beam_goldens.py` found with it.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
-use std::path::Path;
-use std::sync::Arc;
+#[path = "common/random_llama.rs"]
+mod random_llama;
 
 use candle_core::{DType, Device};
 use candle_paged_attn::cache::{CacheConfig, PagedKvCache};
 use candle_paged_attn::engine::{
     BeamSearch, EarlyStopping, Engine, EngineConfig, FinishReason, Request,
 };
-use candle_paged_attn::load::safetensors::SafetensorsWeights;
-use candle_paged_attn::models::{CausalLm, Decoder, spec_from_hf};
+use candle_paged_attn::models::CausalLm;
 use serde::Deserialize;
 use serde_json::Value;
 
@@ -51,20 +50,14 @@ impl Search {
     }
 }
 
-fn load() -> (Arc<Decoder>, Vec<Search>) {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/beams");
-    let json = |name| std::fs::read_to_string(folder.join(name)).unwrap();
-    let config: Value = serde_json::from_str(&json("config.json")).unwrap();
-    let spec = spec_from_hf(&config, "config.json").unwrap();
-    let weights = SafetensorsWeights::open(&folder, DType::F32, &Device::Cpu).unwrap();
-    let model = Decoder::load(spec, &weights, DType::F32, &Device::Cpu).unwrap();
-    let searches = serde_json::from_str(&json("searches.json")).unwrap();
-    (Arc::new(model), searches)
+fn searches() -> Vec<Search> {
+    let path = random_llama::folder().join("searches.json");
+    serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap()
 }
 
 /// All searches at once, in a pool of `tokens` tokens. Answers how often it preempted.
 fn assert_as_transformers(tokens: usize, block_size: usize) -> u64 {
-    let (model, searches) = load();
+    let (model, searches) = (random_llama::load(), searches());
     assert_eq!(searches.len(), 280);
     let spec = model.cache_spec(DType::F32).unwrap();
     let size = CacheConfig::tokens(tokens).with_block_size(block_size);
@@ -106,7 +99,7 @@ fn searches_in_a_pool_that_preempts_are_those_of_transformers() {
 /// The searches are about every option, and many of them end before the last token.
 #[test]
 fn the_stored_searches_cover_the_options() {
-    let (_, searches) = load();
+    let searches = searches();
     for early_stopping in [Value::Bool(true), Value::Bool(false), "never".into()] {
         for positive in [true, false] {
             let those = searches.iter().filter(|search| {
