@@ -204,7 +204,7 @@ fn two_hundred_random_workloads_on_a_decoder() {
     let size = CacheConfig::tokens(256).with_block_size(16);
     let config = EngineConfig::default().without_prefix_cache();
     let alone = |asked: &Asked| {
-        let mut engine = engine_of(decoder.clone(), size.clone(), config.clone());
+        let mut engine = engine_of(decoder.clone(), size, config.clone());
         let mut request = request(&asked.prompt, asked.max_tokens);
         request.logprobs = Some(2);
         let answers = engine.generate(vec![request], |_| {}).unwrap();
