@@ -195,6 +195,12 @@ impl PageTable {
         self.on_device.outdate();
     }
 
+    /// As [`clear`](Self::clear), for pages of a block size that another table has.
+    pub(super) fn restart(&mut self, block_size: usize) {
+        self.clear();
+        self.block_size = block_size;
+    }
+
     /// Makes room for `pages` listed pages and `rows` query rows, so that filling the table
     /// up to there allocates nothing.
     pub(crate) fn reserve(&mut self, sequences: usize, pages: usize, rows: usize) {

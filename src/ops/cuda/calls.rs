@@ -59,7 +59,8 @@ pub(in crate::ops) fn attention(
         scale: options.scale,
         softcap: options.softcap,
         window: match options.mask {
-            Mask::Causal => None,
+            // `Full` was refused at the door.
+            Mask::Causal | Mask::Full => None,
             Mask::CausalWindow(window) => Some(window),
         },
         slopes: options.alibi_slopes.is_some(),
