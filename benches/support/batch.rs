@@ -81,12 +81,6 @@ impl Batch {
         let blocks = pages * shape.sequences;
         let mut order: Vec<u32> = (0..blocks as u32).collect();
         order.shuffle(&mut rng);
-        if std::env::var("HOT").is_ok() {
-            order.iter_mut().for_each(|o| *o %= 2);
-        }
-        if std::env::var("SEQ").is_ok() {
-            order.sort();
-        }
         let mut table = PageTable::new(shape.block_size)?;
         for pages in order.chunks(pages) {
             table.push(pages, 0, shape.len, &vec![-1; shape.rows])?;
