@@ -31,7 +31,7 @@ impl Watch {
     }
 }
 
-/// CPU time used by everybody, and by this process.
+/// CPU time used by everybody, and by this process and the children it waited for.
 fn ticks() -> Option<(i64, i64)> {
     let numbers = |text: &str| -> Vec<i64> {
         text.split_whitespace()
@@ -43,10 +43,10 @@ fn ticks() -> Option<(i64, i64)> {
     let own = std::fs::read_to_string("/proc/self/stat").ok()?;
     // The name of the program, in brackets, may hold spaces.
     let own = numbers(own.rsplit_once(')')?.1);
-    // user, nice, system, then idle and iowait, irq, softirq, steal; of our own utime, stime.
+    // user, nice, system, then idle and iowait, irq, softirq, steal; of our own utime, stime, cutime, cstime.
     let all = [0, 1, 2, 5, 6, 7]
         .iter()
         .filter_map(|&i| all.get(i))
         .sum::<i64>();
-    Some((all, own.get(11)? + own.get(12)?))
+    Some((all, own.get(11..15)?.iter().sum()))
 }

@@ -6,15 +6,28 @@
 //!
 //! In each round every contender runs once, one after the other (A B A B ...); a ratio is that
 //! of one round, the table gives the median and the range of all rounds. Rounds in which other
-//! processes used the CPU are repeated (Linux).
+//! processes used the CPU are repeated (Linux). `LLAMA_BATCHED_BENCH` names llama.cpp's batched
+//! bench, if there is one; without it there are no rows against it.
 
 mod bookkeeping;
 mod decode;
 mod floors;
+mod models;
+#[allow(dead_code)]
+#[path = "../generate/ours.rs"]
+mod ours;
 mod prefill;
+#[path = "../generate/prompt.rs"]
+mod prompt;
 mod report;
+#[allow(dead_code)]
+#[path = "../generate/requantize.rs"]
+mod requantize;
 #[path = "../../examples/support/mod.rs"]
 mod setup;
+#[allow(dead_code)]
+#[path = "../generate/stock.rs"]
+mod stock;
 #[path = "../support/mod.rs"]
 mod support;
 
@@ -60,6 +73,7 @@ fn main() -> Result<()> {
         prefill::bench(&mut report)?;
         bookkeeping::bench(&mut report)
     })?;
+    models::bench(&mut report, args.threads.into())?;
     report.print();
     if let Some(path) = &args.json {
         std::fs::write(path, report.json()?).with_context(|| path.display().to_string())?;

@@ -25,7 +25,14 @@ impl Report {
     }
 
     /// A row of ratios: time of contender `other`, times `factor`, over that of contender 0.
-    pub fn ratio(&mut self, name: &str, goal: f64, times: &Times, other: usize, factor: f64) {
+    pub fn ratio(
+        &mut self,
+        name: &str,
+        goal: impl Into<Option<f64>>,
+        times: &Times,
+        other: usize,
+        factor: f64,
+    ) {
         let values = times.seconds[other]
             .iter()
             .zip(&times.seconds[0])
@@ -35,7 +42,7 @@ impl Report {
         self.push(Row {
             name: name.into(),
             values,
-            goal: Some(goal),
+            goal: goal.into(),
             higher_is_better: true,
             dropped: times.dropped,
             note: format!("{:.3} ms against {:.3} ms", ms(0), ms(other)),
