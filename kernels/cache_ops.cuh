@@ -25,9 +25,9 @@ __device__ __forceinline__ void write_kv(C* cache, const S* rows, const int64_t*
     Vector<S> in[BATCH][8 / Vector<S>::LEN];
     UNROLL
     for (int b = 0; b < BATCH; b++) {
-      uint32_t i = start + b * blockDim.x, row = first_row + i / chunks, chunk = i % chunks;
-      slot[b] = i < total ? __ldg(slots + row) : -1;
-      if (slot[b] >= cache_slots) slot[b] = -1;
+      uint32_t i = start + b * blockDim.x, j = min(i, total - 1), row = first_row + j / chunks, chunk = j % chunks;
+      slot[b] = __ldg(slots + row);
+      if (i >= total || slot[b] >= cache_slots) slot[b] = -1;
       from[b] = rows + row * row_stride + chunk / chunks_per_head * head_stride +
                 chunk % chunks_per_head * 8 * element_stride;
     }
@@ -58,7 +58,8 @@ __device__ __forceinline__ void write_kv(C* cache, const S* rows, const int64_t*
   }
 }
 
-// Block `pairs[2x]` of `source` to block `pairs[2x + 1]` of `target`; the grid's y cuts a block.
+// Block `pairs[2x]` of `source` to block `pairs[2x + 1]` of `target`; the grid's y cuts a block. Four
+// vectors per thread at a time: all reads, then all writes.
 // `T` is any type of the elements' size: bits are copied.
 template <typename T>
 __device__ __forceinline__ void copy_blocks(T* target, const T* source, const uint32_t* pairs,
@@ -68,11 +69,21 @@ __device__ __forceinline__ void copy_blocks(T* target, const T* source, const ui
   T* to = target + int64_t(pairs[2 * blockIdx.x + 1]) * target_stride;
   int64_t first = int64_t(blockIdx.y) * blockDim.x + threadIdx.x;
   int64_t step = int64_t(gridDim.y) * blockDim.x;
-  constexpr int LEN = Vector<T>::LEN;
+  constexpr int BATCH = 4;
   if (aligned16(from) && aligned16(to)) {
-    UNROLL_BY_4
-    for (int64_t i = first; i < block_len / LEN; i += step)
-      reinterpret_cast<uint4*>(to)[i] = __ldg(reinterpret_cast<const uint4*>(from) + i);
+    const int64_t count = block_len / Vector<T>::LEN;
+    for (int64_t start = first; start < count; start += BATCH * step) {
+      uint4 x[BATCH];
+      UNROLL
+      for (int b = 0; b < BATCH; b++) {
+        int64_t i = start + b * step;
+        x[b] = __ldg(reinterpret_cast<const uint4*>(from) + (i < count ? i : start));
+      }
+      UNROLL
+      for (int b = 0; b < BATCH; b++) {
+        if (start + b * step < count) reinterpret_cast<uint4*>(to)[start + b * step] = x[b];
+      }
+    }
   } else {
     for (int64_t i = first; i < block_len; i += step) to[i] = from[i];
   }

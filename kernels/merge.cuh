@@ -98,9 +98,20 @@ __device__ __forceinline__ void merge_states(float* out, float* lse, const float
   float wa = weight(a, base), wb = weight(b, base), total = wa + wb;
   float factor = total == 0.f ? 0.f : 1.f / total;
   int64_t first = int64_t(pair) * v_dim;
-  UNROLL_BY_4
-  for (uint32_t d = lane; d < v_dim; d += 32)
-    out[first + d] = (__ldg(a_out + first + d) * wa + __ldg(b_out + first + d) * wb) * factor;
+  // Four dims of both at a time: all reads, then all writes.
+  for (uint32_t start = lane; start < v_dim; start += 128) {
+    float x[4], y[4];
+    UNROLL
+    for (int i = 0; i < 4; i++) {
+      uint32_t d = min(start + 32 * i, v_dim - 1);
+      x[i] = __ldg(a_out + first + d);
+      y[i] = __ldg(b_out + first + d);
+    }
+    UNROLL
+    for (int i = 0; i < 4; i++) {
+      if (start + 32 * i < v_dim) out[first + start + 32 * i] = (x[i] * wa + y[i] * wb) * factor;
+    }
+  }
   if (lane == 0) lse[pair] = log_sum_exp(top, total);
 }
 

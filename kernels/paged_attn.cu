@@ -25,7 +25,7 @@ WRITE_KV_INTO(f16, __half)
 WRITE_KV_INTO(bf16, __nv_bfloat16)
 
 #define COPY_BLOCKS(bits, T)                                                                      \
-  KERNEL(copy_blocks_b##bits, 128, 10)                                                            \
+  KERNEL(copy_blocks_b##bits, 128, 6)                                                             \
   (T * target, const T* source, const uint32_t* pairs, int64_t target_stride, int64_t source_stride, \
    int64_t block_len) {                                                                           \
     paged::copy_blocks<T>(target, source, pairs, target_stride, source_stride, block_len);        \

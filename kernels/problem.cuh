@@ -214,7 +214,7 @@ __device__ __forceinline__ void load_tile(const Args& a, const Work& w, int32_t 
   const uint32_t chunk = threadIdx.x % CHUNKS, d = chunk * VEC;
   auto inside = [&](int32_t key) { return key < w.end; };
   auto copy = [&](C* to, const void* cache, int64_t from, bool valid, bool aligned) {
-    const C* source = static_cast<const C*>(cache) + (valid ? from + d : 0);
+    const C* source = static_cast<const C*>(cache) + from + d;
     if (aligned) {
       copy16_async(to, source, valid);
     } else {
@@ -225,12 +225,13 @@ __device__ __forceinline__ void load_tile(const Args& a, const Work& w, int32_t 
     }
   };
   for (int start = threadIdx.x / CHUNKS; start < BN; start += BATCH * ROWS) {
-    // The page ids first, all under way at once: the copies wait for them.
+    // The page ids first, all under way at once: the copies wait for them. Keys past the last one take
+    // its page, so that no load is in a branch.
     uint32_t page[BATCH];
     UNROLL
     for (int i = 0; i < BATCH; i++) {
       int32_t key = first + start + i * ROWS;
-      page[i] = inside(key) ? w.page(a, key) : 0;
+      page[i] = w.page(a, min(key, w.end - 1));
     }
     UNROLL
     for (int i = 0; i < BATCH; i++) {

@@ -52,11 +52,11 @@ BUDGET = [
     (r"attend_simt_", 256, 1, 65, 64, 1),
     # Two chunks of 8 elements per thread, 16 bytes each at least, half of the traffic.
     (r"write_kv_", 256, 4, 0, 256 * 2 * 16 / 1024, 0.5),
-    # One vector of 16 bytes per thread at least (four where the compiler unrolls), half of the traffic.
-    (r"copy_blocks", 128, 10, 0, 128 * 16 / 1024, 0.5),
+    # Four vectors of 16 bytes per thread, half of the traffic.
+    (r"copy_blocks", 128, 6, 0, 128 * 4 * 16 / 1024, 0.5),
     # A float4 per lane of four chunks.
     (r"reduce", 128, 5, 9, 128 * 4 * 16 / 1024, 1),
-    # A float of each state per lane, four steps at a time; two thirds of the traffic.
+    # Four floats of each state per lane, two thirds of the traffic.
     (r"merge_states", 128, 7, 0, 128 * 4 * 2 * 4 / 1024, 2 / 3),
 ]
 

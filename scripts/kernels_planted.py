@@ -27,7 +27,7 @@ PLATFORM, MERGE = "platform.cuh", "merge.cuh"
 FAULTS = [
     ("0", "nothing changed", "", []),
     ("1", "global access one vector past the end", "plain", [
-        (CACHE, "i < block_len / LEN; i += step", "i <= block_len / LEN; i += step")]),
+        (CACHE, "= block_len / Vector<T>::LEN;", "= block_len / Vector<T>::LEN + 1;")]),
     ("2", "static shared memory 4 bytes short", "asan", [
         (MERGE, "STATIC_SHARED(float, part_sums, WARPS)", "STATIC_SHARED(float, part_sums, WARPS - 1)")]),
     ("3", "no barrier before the merge across warps", "plain", [
@@ -82,7 +82,7 @@ FAULTS = [
     ("24", "a chunk forgotten by reduce", "plain", [
         (MERGE, "min((stream.chunks - first + WARPS - 1)", "min((stream.chunks - 1 - first + WARPS - 1)")]),
     ("25", "copy_blocks leaves the last vector out", "plain", [
-        (CACHE, "i < block_len / LEN; i += step", "i < block_len / LEN - 1; i += step")]),
+        (CACHE, "= block_len / Vector<T>::LEN;", "= block_len / Vector<T>::LEN - 1;")]),
     ("26", "the neighbour's KV head", "plain", [
         (PROBLEM, "a.kv_heads + kv_head) * dim", "a.kv_heads + (kv_head ^ 1)) * dim")]),
     ("27", "all threads write the one log-sum-exp", "tsan", [
