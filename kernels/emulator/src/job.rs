@@ -1,13 +1,6 @@
-//! One job for the emulator (`kernels/emulator/main.cpp` describes the bytes), and what its
-//! results must be.
-
-use std::io::{Read, Write};
-use std::process::{Child, Command, Stdio};
-use std::thread::JoinHandle;
+//! One job for the emulator (`cpp/main.cpp` describes the bytes), and what its results must be.
 
 use candle_paged_attn::ops::launch::{Arg, Element, Plan, Slot};
-
-use crate::common::Rng;
 
 /// How the emulator orders what a GPU leaves open.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -57,92 +50,9 @@ pub struct Job {
     pub expect: Vec<Expect>,
 }
 
-/// Absent if no emulator was built; the tests of these kernels need one.
-pub struct Emulator {
-    child: Child,
-    /// What it says on stderr: read all the time, or a full pipe would stop it.
-    messages: Option<JoinHandle<String>>,
-}
-
-impl Emulator {
-    pub fn start() -> Option<Self> {
-        let Ok(path) = std::env::var("CANDLE_PAGED_ATTN_EMULATOR") else {
-            println!("left out: CANDLE_PAGED_ATTN_EMULATOR is not set (scripts/kernels_check.sh)");
-            return None;
-        };
-        let mut child = Command::new(path)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let mut stderr = child.stderr.take().unwrap();
-        let messages = std::thread::spawn(move || {
-            let mut message = Vec::new();
-            stderr.read_to_end(&mut message).ok();
-            String::from_utf8_lossy(&message).into_owned()
-        });
-        Some(Self {
-            child,
-            messages: Some(messages),
-        })
-    }
-
-    /// All it said, once it has ended.
-    fn messages(&mut self) -> String {
-        self.messages
-            .take()
-            .map_or_else(String::new, |reader| reader.join().unwrap())
-    }
-
-    /// Runs a job, returns the outputs in the order of `outputs`, then those of `buffers`.
-    pub fn run(&mut self, job: &Job, schedule: Schedule, what: &str) -> Vec<(Slot, Vec<u8>)> {
-        let bytes = job.encode(schedule);
-        let sent = self.child.stdin.as_mut().unwrap().write_all(&bytes);
-        let stdout = self.child.stdout.as_mut().unwrap();
-        let mut magic = [0; 4];
-        if sent.is_err() || stdout.read_exact(&mut magic).is_err() || &magic != b"DONE" {
-            let message = self.messages();
-            panic!("{what}, {schedule:?}: the emulator stopped: {message}");
-        }
-        let mut results = Vec::new();
-        for (slot, size) in job.sizes() {
-            let mut data = vec![0; size];
-            stdout.read_exact(&mut data).unwrap();
-            results.push((slot, data));
-        }
-        results
-    }
-
-    /// Runs a job and compares.
-    pub fn check(&mut self, job: &Job, schedule: Schedule, what: &str) -> Vec<(Slot, Vec<u8>)> {
-        let results = self.run(job, schedule, what);
-        for expect in &job.expect {
-            let (_, data) = results
-                .iter()
-                .find(|(slot, _)| *slot == expect.slot)
-                .unwrap();
-            expect.compare(data, &format!("{what}, {schedule:?}"));
-        }
-        results
-    }
-}
-
-impl Drop for Emulator {
-    fn drop(&mut self) {
-        drop(self.child.stdin.take());
-        self.child.wait().ok();
-        // Sanitizers report what they found even if the results were right.
-        let message = self.messages();
-        if !message.is_empty() && !std::thread::panicking() {
-            panic!("the emulator says:\n{message}");
-        }
-    }
-}
-
 impl Job {
     /// Buffers that are returned, in order, and their bytes.
-    fn sizes(&self) -> impl Iterator<Item = (Slot, usize)> {
+    pub(crate) fn sizes(&self) -> impl Iterator<Item = (Slot, usize)> {
         let given = self.buffers.iter().map(|(slot, data)| (*slot, data.len()));
         self.outputs.iter().copied().chain(given)
     }
@@ -257,7 +167,7 @@ impl Job {
 }
 
 impl Expect {
-    fn compare(&self, data: &[u8], what: &str) {
+    pub(crate) fn compare(&self, data: &[u8], what: &str) {
         let size = self.element.size();
         let data = &data[self.start..][..self.values.len() * size];
         let got = decode(data, self.element);
@@ -318,15 +228,11 @@ pub fn encode_f32(values: &[f32]) -> Vec<u8> {
     values.iter().flat_map(|x| x.to_le_bytes()).collect()
 }
 
-/// Random elements, rounded to their type.
-pub fn random(rng: &mut Rng, n: usize, element: Element) -> Vec<u8> {
-    (0..n).flat_map(|_| encode(rng.normal(), element)).collect()
-}
-
 pub fn encode(x: f64, element: Element) -> Vec<u8> {
     match element {
         Element::F32 => (x as f32).to_le_bytes().to_vec(),
         Element::F16 => half::f16::from_f64(x).to_le_bytes().to_vec(),
-        Element::BF16 => half::bf16::from_f64(x).to_le_bytes().to_vec(),
+        // `from_f64` takes numbers just above the middle of two for the middle.
+        Element::BF16 => half::bf16::from_f32(x as f32).to_le_bytes().to_vec(),
     }
 }

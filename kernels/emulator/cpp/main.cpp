@@ -1,4 +1,4 @@
-// Runs the kernels of ../paged_attn.cu on this CPU for another process: reads jobs from standard
+// Runs the kernels of ../../paged_attn.cu on this CPU for another process: reads jobs from standard
 // input, writes the buffers they ask for to standard output, until the input ends.
 //
 // A job, little-endian: "JOB1", thread order, seed, block order, cp.async mode (u32 each); buffers
@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "../paged_attn.cu"
+#include "../../paged_attn.cu"
 
 namespace {
 
@@ -90,6 +90,8 @@ struct Entry {
   ENTRY(attend_simt_##type##_d256) ENTRY(attend_simt_##type##_d512)
 #define ENTRIES_OF_TENSOR_CORES(type)                                                            \
   ENTRY(decode_mma_##type##_d64) ENTRY(decode_mma_##type##_d128) ENTRY(decode_mma_##type##_d256) \
+  ENTRY(decode_mma_wide_##type##_d64) ENTRY(decode_mma_wide_##type##_d128)                       \
+  ENTRY(decode_mma_wide_##type##_d256)                                                           \
   ENTRY(prefill_mma_##type##_d64) ENTRY(prefill_mma_##type##_d128) ENTRY(prefill_mma_##type##_d256)
 const std::map<std::string, Entry> kernels = {
     ENTRIES_OF_CACHE(f32) ENTRIES_OF_CACHE(f16) ENTRIES_OF_CACHE(bf16)

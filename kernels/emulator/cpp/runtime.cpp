@@ -100,7 +100,7 @@ static uint64_t ready[MAXT / 64];
 static const char* bar_file;
 static int bar_line;
 static int bar_gen;
-static char bar_token[2], launch_token;
+static char bar_token[2], launch_token, warp_token[MAXT / 32];
 static Fiber mainf;
 static const void* main_bottom;
 static size_t main_size;
@@ -499,7 +499,7 @@ int lane_id() {
   return cur % 32;
 }
 static const char* kind_name(Kind k) {
-  static const char* n[] = {"__shfl_xor_sync", "ldmatrix", "ldmatrix.trans", "mma.sync"};
+  static const char* n[] = {"__syncwarp", "__shfl_xor_sync", "ldmatrix", "ldmatrix.trans", "mma.sync"};
   return n[k];
 }
 Rdv* rdv_enter(Kind k, uint32_t mask, const uint64_t* pl, int words, const char* file, int line) {
@@ -555,6 +555,16 @@ const uint64_t* rdv_peek(Rdv* r, int lane) {
 void rdv_leave(Rdv* r) {
   r->left |= 1u << (cur % 32);
   if (r->left == r->mask) r->used = false;
+}
+// Unlike a shuffle, orders the memory accesses of the lanes.
+void warp_barrier(uint32_t mask, const char* file, int line) {
+#ifdef EMU_TSAN
+  __tsan_release(&warp_token[cur / 32]);
+#endif
+  rdv_leave(rdv_enter(K_SYNCWARP, mask, nullptr, 0, file, line));
+#ifdef EMU_TSAN
+  __tsan_acquire(&warp_token[cur / 32]);
+#endif
 }
 
 bool cp_push(const CpOp& op) {

@@ -7,6 +7,7 @@
   type* name = static_cast<type*>(emu::static_shared(sizeof(type) * (count), __COUNTER__))
 #define UNROLL
 #define UNROLL_BY_2
+#define UNROLL_BY_4
 
 namespace paged {
 

@@ -72,11 +72,12 @@ void dev_free(void* p);
 // barriers and warp collectives
 void block_barrier(const char* what, const char* file, int line);
 struct Rdv;
-enum Kind { K_SHFL_XOR, K_LDMATRIX, K_LDMATRIX_T, K_MMA };
+enum Kind { K_SYNCWARP, K_SHFL_XOR, K_LDMATRIX, K_LDMATRIX_T, K_MMA };
 constexpr int MAXW = 8;  // 64 bytes exchanged per lane
 Rdv* rdv_enter(Kind k, uint32_t mask, const uint64_t* payload, int words, const char* file, int line);
 const uint64_t* rdv_peek(Rdv* r, int lane);  // null if that lane does not take part
 void rdv_leave(Rdv* r);
+void warp_barrier(uint32_t mask, const char* file, int line);
 int lane_id();
 
 // cp.async queue of the current thread
@@ -122,6 +123,9 @@ inline T shfl(Kind k, uint32_t mask, T v, int src, int width, bool in_range, con
 
 inline void __syncthreads(EMU_LOC) {
   emu::block_barrier("__syncthreads", EMU_PASS);
+}
+inline void __syncwarp(uint32_t mask = ~0u, EMU_LOC) {
+  emu::warp_barrier(mask, EMU_PASS);
 }
 template <class T>
 inline T __shfl_xor_sync(uint32_t mask, T v, int x, int width = 32, EMU_LOC) {

@@ -7,7 +7,7 @@ use candle_paged_attn::ops::resident::{Filled, Resident};
 use crate::call::attention;
 use crate::common::host::{Host, at};
 use crate::common::paged::Setup;
-use crate::job::{Emulator, Job, Schedule};
+use paged_attn_emulator::{Emulator, Job, Schedule};
 
 /// Replaces the index arrays of a job by the resident ones.
 fn with_resident(mut job: Job, filled: &Filled) -> Job {
@@ -24,11 +24,37 @@ fn with_resident(mut job: Job, filled: &Filled) -> Job {
     job
 }
 
+/// What a graph repeats are the launches of its capture; the arrays at their addresses are those of
+/// the step at hand.
+#[test]
+fn captured_launches_are_right_for_every_step_of_the_same_placement() {
+    let mut emulator = Emulator::start();
+    for dtype in [DType::F32, DType::F16] {
+        let (host, mut resident) = (Host::default(), Resident::<Host>::default());
+        let mut captured = None;
+        // 59 to 61 pages: the capacity is 64.
+        for (case, grown) in [0, 1, 20].into_iter().enumerate() {
+            let seqs = [(600 + grown, 1), (280 + grown, 1), (1 + grown, 1)];
+            let mut setup = Setup::new(6, 2, 64, &seqs);
+            (setup.q_dtype, setup.cache_dtype) = (dtype, dtype);
+            setup.seed = case as u64;
+            let batch = setup.build();
+            let filled = resident.fill(&host, &batch.table).unwrap();
+            let job = attention(&batch, &batch.options(), false, Some(filled.batch));
+            let mut job = with_resident(job, &filled);
+            resident.workspace(&host, job.plan.workspace).unwrap();
+            let placement = resident.placement(&host, &filled);
+            let (plan, at) = captured.get_or_insert_with(|| (job.plan.clone(), placement.clone()));
+            assert_eq!(*at, placement, "step {case}");
+            job.plan = plan.clone();
+            emulator.check(&job, Schedule::of(case), &format!("{dtype:?}, step {case}"));
+        }
+    }
+}
+
 #[test]
 fn padded_arrays_and_grids_give_the_same_answers() {
-    let Some(mut emulator) = Emulator::start() else {
-        return;
-    };
+    let mut emulator = Emulator::start();
     // The first batch has the most of everything; the others lie in its buffer.
     let batches: [&[(usize, usize)]; 3] = [
         &[(600, 30), (3, 1), (0, 1), (290, 1), (17, 1)],

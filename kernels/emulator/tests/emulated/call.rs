@@ -7,7 +7,7 @@ use candle_paged_attn::ops::{AttentionOptions, Mask, PageTable};
 
 use crate::common::paged::{Batch, floats, tolerance};
 
-use super::job::{Expect, Job, encode_f32, encode_u32};
+use paged_attn_emulator::{Expect, Job, encode_f32, encode_u32};
 
 pub fn element(dtype: DType) -> Element {
     match dtype {
