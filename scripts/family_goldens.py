@@ -113,10 +113,15 @@ CASES = {
         num_hidden_layers=4, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=24,
         shared_expert_intermediate_size=40, decoder_sparse_step=2, mlp_only_layers=[3],
         use_sliding_window=True, sliding_window=8, max_window_layers=3), 40, {}),
+    # What llama.cpp writes: experts in every layer, no windows.
+    "qwen2_moe_all_sparse": ("Qwen2Moe", dict(
+        num_experts=6, num_experts_per_tok=3, moe_intermediate_size=24, shared_expert_intermediate_size=40), 24, {}),
     "qwen3": ("Qwen3", dict(head_dim=16, attention_bias=True), 40, {}),
     "qwen3_moe": ("Qwen3Moe", dict(
         head_dim=16, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24,
         norm_topk_prob=True, mlp_only_layers=[1]), 40, {}),
+    "qwen3_moe_all_sparse": ("Qwen3Moe", dict(
+        head_dim=16, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True), 24, {}),
     "phi3": ("Phi3", dict(hidden_size=96, sliding_window=11, original_max_position_embeddings=512), 40, {}),
     "phi3_longrope_short": ("Phi3", dict(
         hidden_size=96, max_position_embeddings=128, original_max_position_embeddings=32,
@@ -136,6 +141,7 @@ CASES = {
             "full_attention": rope("linear", 1000000.0, factor=8.0),
             "sliding_attention": rope("default", 10000.0)}), 40, {"plus_one": True}),
     "starcoder2": ("Starcoder2", dict(sliding_window=9, tie_word_embeddings=True), 40, {}),
+    "starcoder2_no_window": ("Starcoder2", dict(tie_word_embeddings=False), 24, {}),
     "stablelm": ("StableLm", dict(hidden_size=96, use_qkv_bias=True, rope_parameters=rope(partial_rotary_factor=0.25)), 40, {}),
     "stablelm_parallel": ("StableLm", dict(hidden_size=96, use_parallel_residual=True, rope_parameters=rope(partial_rotary_factor=0.25)), 24, {}),
     "granite": ("Granite", dict(
@@ -144,12 +150,17 @@ CASES = {
     "olmo": ("Olmo", dict(clip_qkv=1.5), 40, {}),
     "olmo2": ("Olmo2", dict(num_key_value_heads=3), 40, {}),
     "smollm3": ("SmolLM3", dict(num_hidden_layers=5, no_rope_layer_interval=2, tie_word_embeddings=True), 40, {}),
+    "smollm3_every_fourth": ("SmolLM3", dict(num_hidden_layers=5), 24, {}),
     "glm4": ("Glm4", dict(head_dim=16, attention_bias=True, rope_parameters=rope(partial_rotary_factor=0.5)), 40, {}),
     "helium": ("Helium", dict(head_dim=8), 40, {}),
     "gpt_oss": ("GptOss", dict(
         num_hidden_layers=4, head_dim=16, sliding_window=9, num_local_experts=5, num_experts_per_tok=2,
         swiglu_limit=1.5, rope_parameters=rope("yarn", 150000.0, factor=4.0, beta_fast=32.0, beta_slow=1.0, truncate=False,
                              original_max_position_embeddings=64)), 40, {"dtype": "bfloat16"}),
+    "gpt_oss_limit_7": ("GptOss", dict(
+        num_hidden_layers=2, head_dim=16, sliding_window=9, num_local_experts=5, num_experts_per_tok=2,
+        rope_parameters=rope("yarn", 150000.0, factor=4.0, truncate=False,
+                             original_max_position_embeddings=64)), 24, {}),
 }
 
 

@@ -10,8 +10,12 @@ mod checkpoint;
 mod configs;
 #[path = "models/decoding.rs"]
 mod decoding;
+#[path = "models/families.rs"]
+mod families;
 #[path = "models/gguf.rs"]
 mod gguf;
+#[path = "models/golden.rs"]
+mod golden;
 #[path = "models/linears.rs"]
 mod linears;
 #[path = "models/reference.rs"]
