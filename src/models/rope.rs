@@ -63,7 +63,17 @@ impl Rope {
     /// The angles of rows at `positions`.
     pub(super) fn angles(&self, positions: &[u32], device: &Device) -> Result<Angles> {
         let shape = (positions.len(), self.frequencies.len());
-        let (sin, cos): (Vec<f32>, Vec<f32>) = positions
+        let (sin, cos): (Vec<f32>, Vec<f32>) = self.table(positions).into_iter().unzip();
+        Ok(Angles {
+            cos: Tensor::from_vec(cos, shape, device)?,
+            sin: Tensor::from_vec(sin, shape, device)?,
+            pairs: self.pairs,
+        })
+    }
+
+    /// Sine and cosine of every angle, position by position.
+    pub(super) fn table(&self, positions: &[u32]) -> Vec<(f32, f32)> {
+        positions
             .iter()
             .flat_map(|&position| {
                 self.frequencies
@@ -74,12 +84,13 @@ impl Rope {
                 let (sin, cos) = angle.sin_cos();
                 ((sin * self.factor) as f32, (cos * self.factor) as f32)
             })
-            .unzip();
-        Ok(Angles {
-            cos: Tensor::from_vec(cos, shape, device)?,
-            sin: Tensor::from_vec(sin, shape, device)?,
-            pairs: self.pairs,
-        })
+            .collect()
+    }
+
+    /// Frequencies and factor.
+    #[cfg(test)]
+    pub(super) fn into_parts(self) -> (Vec<f64>, f64) {
+        (self.frequencies, self.factor)
     }
 }
 

@@ -85,3 +85,39 @@ pub trait WeightSource {
         Ok(LinearWeight::Dense(dense.reshape((count * out, inp))?))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use candle_core::quantized::GgmlDType;
+
+    use super::*;
+
+    #[test]
+    fn rows_of_blocks_are_the_rows_of_the_matrix() -> Result<()> {
+        let device = Device::Cpu;
+        let dense = Tensor::rand(-1f32, 1.0, (7, 256), &device)?;
+        for kind in [
+            GgmlDType::Q8_0,
+            GgmlDType::Q4_1,
+            GgmlDType::Q4K,
+            GgmlDType::Q6K,
+        ] {
+            let whole = QTensor::quantize(&dense, kind)?;
+            let want = whole
+                .dequantize(&device)?
+                .narrow(0, 2, 3)?
+                .to_vec2::<f32>()?;
+            let weight = LinearWeight::Quantized(Arc::new(whole));
+            let LinearWeight::Quantized(rows) = weight.rows(2, 3, &device)? else {
+                unreachable!("a quantised weight stays one");
+            };
+            assert_eq!(
+                rows.dequantize(&device)?.to_vec2::<f32>()?,
+                want,
+                "{kind:?}"
+            );
+            assert!(weight.rows(5, 3, &device).is_err());
+        }
+        Ok(())
+    }
+}

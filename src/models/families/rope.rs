@@ -238,3 +238,66 @@ pub(super) fn from_gguf(
         scaling,
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use serde_json::Value;
+
+    use super::super::super::rope::Rope;
+    use super::*;
+
+    /// What transformers' `ROPE_INIT_FUNCTIONS` give (`scripts/family_goldens.py`).
+    const ORACLE: &str = include_str!("../../../tests/data/families/rope.json");
+
+    fn numbers(value: &Value) -> Vec<f64> {
+        value
+            .as_array()
+            .into_iter()
+            .flatten()
+            .filter_map(Value::as_f64)
+            .collect()
+    }
+
+    #[test]
+    fn frequencies_and_factors_are_those_of_transformers() -> Result<()> {
+        let oracle: Value = serde_json::from_str(ORACLE).unwrap_or_default();
+        let ropes = oracle["ropes"].as_array().map(Vec::as_slice);
+        let ropes = ropes.unwrap_or_default();
+        assert_eq!(ropes.len(), 18);
+        for rope in ropes {
+            let json = Json::new(&rope["parameters"], "oracle");
+            let head = Head {
+                dim: 64,
+                context: 32_768,
+            };
+            let defaults = RopeDefaults {
+                base: 0.0,
+                turned: None,
+            };
+            let spec = from_parameters(&json, head, None, defaults)?;
+            let context = rope["context"].as_u64().unwrap_or(0) as usize;
+            let (got, factor) = Rope::new(&spec, context, None).into_parts();
+            let want = numbers(&rope["frequencies"]);
+            assert_eq!(got.len(), want.len(), "{spec:?}");
+            for (got, want) in got.iter().zip(&want) {
+                // Theirs is f32.
+                assert!(
+                    (got - want).abs() <= 1e-6 * want.abs(),
+                    "{got} {want} {spec:?}"
+                );
+            }
+            let want = rope["factor"].as_f64().unwrap_or(0.0);
+            assert!((factor - want).abs() <= 1e-6, "{factor} {want} {spec:?}");
+
+            // At a position past 16,000 the angles are exact: f64, rounded once.
+            let position = 16_411;
+            let angles = Rope::new(&spec, context, None).table(&[position]);
+            for (i, (sin, cos)) in angles.into_iter().enumerate() {
+                let (want_sin, want_cos) = (f64::from(position) * got[i]).sin_cos();
+                let close = |got: f32, want: f64| (f64::from(got) - want * factor).abs() <= 1.2e-7;
+                assert!(close(sin, want_sin) && close(cos, want_cos), "{i} {spec:?}");
+            }
+        }
+        Ok(())
+    }
+}
