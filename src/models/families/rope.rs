@@ -87,10 +87,9 @@ pub(super) fn from_parameters(
     let mut turned = json
         .optional_number("partial_rotary_factor")?
         .or(defaults.turned);
-    if defaults.turned.is_none() && turned.is_some_and(|turned| turned != 1.0) {
-        if kind != "proportional" {
-            return Err(unsupported("rope", "partial_rotary_factor".into(), "1"));
-        }
+    let partial = turned.is_some_and(|turned| turned != 1.0);
+    if partial && defaults.turned.is_none() && kind != "proportional" {
+        return Err(unsupported("rope", "partial_rotary_factor".into(), "1"));
     }
     let factor = || json.number("factor");
     let inner = json.optional_count("original_max_position_embeddings")?;
