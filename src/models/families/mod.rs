@@ -5,6 +5,7 @@
 //! of configurations remember what was read, and refuse the rest unless it is known to have no
 //! effect or is null, false or empty.
 
+mod base;
 mod gguf;
 mod hf;
 mod json;
