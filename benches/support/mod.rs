@@ -3,6 +3,8 @@
 #![allow(dead_code)] // Each user takes only a part.
 
 pub mod batch;
+pub mod options;
 pub mod quiet;
+pub mod report;
 pub mod rows;
 pub mod turns;

@@ -1,9 +1,11 @@
-//! The rows so far, and which are wanted.
+//! The rows so far, which are wanted, and where they go.
 
-use anyhow::Result;
+use std::path::Path;
 
-use crate::support::rows::{HEAD, Row, machine, median};
-use crate::support::turns::Times;
+use anyhow::{Context, Result};
+
+use super::rows::{HEAD, Row, machine, median};
+use super::turns::Times;
 
 pub struct Report {
     pub rounds: usize,
@@ -56,16 +58,23 @@ impl Report {
         }
     }
 
-    pub fn print(&self) {
+    /// Prints the table, and writes the rows to `json` if that is wanted.
+    pub fn finish(&self, json: Option<&Path>) -> Result<()> {
         println!("machine: {}; {} rounds\n\n{HEAD}", machine(), self.rounds);
         for row in &self.rows {
             println!("{}", row.line());
         }
         let dropped: usize = self.rows.iter().map(|row| row.dropped).sum();
         println!("\n{dropped} rounds were repeated because other processes used the CPU");
+        match json {
+            Some(path) => {
+                std::fs::write(path, self.json()).with_context(|| path.display().to_string())
+            }
+            None => Ok(()),
+        }
     }
 
-    pub fn json(&self) -> Result<String> {
+    fn json(&self) -> String {
         let rows: Vec<_> = self.rows.iter().map(Row::json).collect();
         let report = serde_json::json!({
             "machine": machine(),
@@ -73,6 +82,6 @@ impl Report {
             "rounds": self.rounds,
             "rows": rows,
         });
-        Ok(format!("{report:#}\n"))
+        format!("{report:#}\n")
     }
 }

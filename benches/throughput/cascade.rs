@@ -12,8 +12,8 @@ use rand::SeedableRng;
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
 
-use crate::report::Report;
 use crate::support::batch::random;
+use crate::support::report::Report;
 use crate::support::turns::{take_turns, timed};
 
 const BLOCK: usize = 16;

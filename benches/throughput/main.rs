@@ -14,8 +14,6 @@ mod overhead;
 mod prefix;
 #[path = "../generate/prompt.rs"]
 mod prompt;
-#[path = "../versus/report.rs"]
-mod report;
 mod requests;
 #[path = "../../examples/support/mod.rs"]
 mod setup;
@@ -27,12 +25,13 @@ mod support;
 
 use std::path::PathBuf;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use candle_core::Device;
 use clap::Parser;
 
 use engine::Model;
-use report::Report;
+use support::options::Options;
+use support::report::Report;
 
 /// The engine on SmolLM2-135M: throughput, shared prefixes, overhead, cascade.
 #[derive(Debug, Parser)]
@@ -40,31 +39,20 @@ struct Args {
     /// A Llama GGUF file, instead of SmolLM2-135M-Instruct.
     #[arg(long)]
     model: Option<PathBuf>,
-    /// Threads of both sides.
-    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..))]
-    threads: u16,
     /// Counted rounds per row.
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u16).range(1..))]
     rounds: u16,
-    /// Only rows whose name contains this.
-    #[arg(long, default_value = "")]
-    only: String,
-    /// Writes the rows to this file as JSON.
-    #[arg(long)]
-    json: Option<PathBuf>,
-    /// Passed by `cargo bench`. Without it (`cargo test --all-targets`) nothing is measured.
-    #[arg(long, hide = true)]
-    bench: bool,
+    #[command(flatten)]
+    common: Options,
 }
 
 fn main() -> Result<()> {
     let args = Args::parse();
-    if !args.bench {
-        println!("nothing measured: run `cargo bench --bench throughput`");
+    if !args.common.measure("throughput") {
         return Ok(());
     }
-    setup::set_threads(args.threads.into());
-    let mut report = Report::new(args.rounds.into(), &args.only);
+    setup::set_threads(args.common.threads.into());
+    let mut report = Report::new(args.rounds.into(), &args.common.only);
     // The pool that a model's forward pass runs in.
     Device::Cpu.with_context(|| cascade::bench(&mut report))?;
     let gguf = match &args.model {
@@ -75,9 +63,5 @@ fn main() -> Result<()> {
     prefix::bench(&mut report, &model)?;
     overhead::bench(&mut report, &model)?;
     requests::bench(&mut report, &model, &gguf)?;
-    report.print();
-    if let Some(path) = &args.json {
-        std::fs::write(path, report.json()?).with_context(|| path.display().to_string())?;
-    }
-    Ok(())
+    report.finish(args.common.json.as_deref())
 }

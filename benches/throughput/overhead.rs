@@ -7,7 +7,7 @@ use anyhow::Result;
 use candle_paged_attn::engine::EngineConfig;
 
 use crate::engine::{Model, request, run};
-use crate::report::Report;
+use crate::support::report::Report;
 use crate::support::rows::{Row, median};
 use crate::support::turns::{Contender, take_turns};
 

@@ -8,9 +8,9 @@ use anyhow::Result;
 use candle_paged_attn::engine::EngineConfig;
 
 use crate::engine::{Model, Run, request, run};
-use crate::report::Report;
 use crate::setup;
 use crate::stock::Stock;
+use crate::support::report::Report;
 use crate::support::rows::Row;
 
 const REQUESTS: usize = 32;

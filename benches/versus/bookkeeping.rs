@@ -7,7 +7,7 @@ use candle_core::{DType, Device};
 use candle_paged_attn::block::{BlockAllocator, Namespace};
 use candle_paged_attn::cache::{AddOptions, CacheConfig, CacheSpec, Feed, PagedKvCache};
 
-use crate::report::Report;
+use crate::support::report::Report;
 use crate::support::rows::Row;
 use crate::support::turns::{Contender, Times, take_turns, timed};
 

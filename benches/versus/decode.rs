@@ -6,8 +6,8 @@ use candle_nn::attention::{AttnMask, flash_attn, flash_attn_varlen_cpu};
 use candle_nn::ops::softmax_last_dim;
 
 use crate::floors;
-use crate::report::Report;
 use crate::support::batch::{Batch, Shape};
+use crate::support::report::Report;
 use crate::support::rows::Row;
 use crate::support::turns::{take_turns, timed};
 

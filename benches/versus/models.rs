@@ -9,10 +9,10 @@ use candle_core::DType;
 use candle_paged_attn::load::LoadOptions;
 
 use crate::ours::{Ours, Sequence};
-use crate::report::Report;
 use crate::requantize::requantize;
 use crate::setup;
 use crate::stock::Stock;
+use crate::support::report::Report;
 use crate::support::turns::{Contender, take_turns, timed};
 use candle_core::quantized::GgmlDType;
 

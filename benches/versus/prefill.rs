@@ -5,8 +5,8 @@ use anyhow::Result;
 use candle_nn::attention::{AttnMask, flash_attn};
 
 use crate::floors;
-use crate::report::Report;
 use crate::support::batch::{Batch, Shape};
+use crate::support::report::Report;
 use crate::support::turns::{take_turns, timed};
 
 pub fn bench(report: &mut Report) -> Result<()> {
