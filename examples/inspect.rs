@@ -6,7 +6,11 @@
 //!
 //! MODEL is a GGUF file or a folder with `config.json`.
 
+#[path = "support/exit.rs"]
+mod exit;
+
 use std::path::{Path, PathBuf};
+use std::process::ExitCode;
 
 use anyhow::{Context, Result};
 use bytesize::ByteSize;
@@ -14,6 +18,7 @@ use candle_core::DType;
 use candle_paged_attn::load::gguf::GgufFile;
 use candle_paged_attn::models::{ModelSpec, spec_from_gguf, spec_from_hf};
 use clap::Parser;
+use exit::exit;
 
 /// What a checkpoint is, from its configuration alone.
 #[derive(Debug, Parser)]
@@ -25,8 +30,11 @@ struct Args {
     memory: ByteSize,
 }
 
-fn main() -> Result<()> {
-    let args = Args::parse();
+fn main() -> ExitCode {
+    exit(run(&Args::parse()))
+}
+
+fn run(args: &Args) -> Result<()> {
     let spec = read(&args.model)?;
     println!("family          {}", spec.family);
     println!("layers          {}", spec.layers.len());

@@ -9,6 +9,8 @@
 //! counted. Without a trace a synthetic one is replayed.
 
 mod contiguous;
+#[path = "../support/exit.rs"]
+mod exit;
 mod memory;
 mod paged;
 mod plot;
@@ -17,9 +19,11 @@ mod report;
 mod trace;
 
 use std::path::PathBuf;
+use std::process::ExitCode;
 
 use anyhow::{Context, Result};
 use clap::Parser;
+use exit::exit;
 use indicatif::{ProgressBar, ProgressStyle};
 use trace::Trace;
 
@@ -40,11 +44,8 @@ struct Args {
     limit: Option<u32>,
 }
 
-fn main() {
-    if let Err(error) = run(&Args::parse()) {
-        eprintln!("error: {error:#}");
-        std::process::exit(1);
-    }
+fn main() -> ExitCode {
+    exit(run(&Args::parse()))
 }
 
 fn run(args: &Args) -> Result<()> {
