@@ -71,17 +71,17 @@ impl Decoder {
             device,
         };
         let embedding = loader.matrix(names.embedding, spec.vocab, spec.hidden)?;
-        let embedding = Embedding::new(embedding, dtype, device)?;
         let tied = match spec.head {
             Presence::Never => true,
             Presence::Always => false,
             Presence::IfStored => !weights.contains(&format!("{}.weight", names.head)),
         };
-        let head = if tied {
-            embedding.tied_head(device)?
+        let (embedding, head) = if tied {
+            Embedding::with_head(embedding, dtype, device)?
         } else {
             let head = loader.matrix(names.head, spec.vocab, spec.hidden)?;
-            Linear::new(head, None, dtype, device)?
+            let head = Linear::new(head, None, dtype, device)?;
+            (Embedding::new(embedding, dtype, device)?, head)
         };
         let mut kinds: Vec<&RopeSpec> = Vec::new();
         let mut layers = Vec::with_capacity(spec.layers.len());
