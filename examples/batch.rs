@@ -7,18 +7,22 @@
 //! A line is a prompt, or in a file `*.jsonl` an object with `prompt` or `prompt_ids`, and if
 //! wanted `max_tokens`, `seed`, `n` and `ignore_eos`.
 
+#[path = "support/exit.rs"]
+mod exit;
 #[path = "support/setup.rs"]
 mod setup;
 #[path = "support/mod.rs"]
 mod support;
 
 use std::path::PathBuf;
+use std::process::ExitCode;
 use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 use candle_paged_attn::engine::{Answer, EngineConfig, Request, Sampling};
 use candle_paged_attn::load::chat::Message;
 use clap::Parser;
+use exit::exit;
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Deserialize;
 use serde_json::json;
@@ -62,11 +66,8 @@ struct Line {
     ignore_eos: Option<bool>,
 }
 
-fn main() {
-    if let Err(error) = run(&Args::parse()) {
-        eprintln!("error: {error:#}");
-        std::process::exit(1);
-    }
+fn main() -> ExitCode {
+    exit(run(&Args::parse()))
 }
 
 fn run(args: &Args) -> Result<()> {

@@ -5,18 +5,22 @@
 //! cargo run --release --example chat
 //! ```
 
+#[path = "support/exit.rs"]
+mod exit;
 #[path = "support/setup.rs"]
 mod setup;
 #[path = "support/mod.rs"]
 mod support;
 
 use std::io::{BufRead, Write};
+use std::process::ExitCode;
 
 use anyhow::Result;
 use candle_paged_attn::engine::{Engine, EngineConfig, Request, Sampling};
 use candle_paged_attn::load::chat::Message;
 use candle_paged_attn::models::Decoder;
 use clap::Parser;
+use exit::exit;
 use setup::Loaded;
 
 const HELP: &str = "/back takes the last turn back, /fork begins a branch here, /switch N goes to \
@@ -35,8 +39,11 @@ struct Args {
     temperature: f32,
 }
 
-fn main() -> Result<()> {
-    let args = Args::parse();
+fn main() -> ExitCode {
+    exit(run(&Args::parse()))
+}
+
+fn run(args: &Args) -> Result<()> {
     let loaded = args.model.load()?;
     let mut engine = args.model.engine(&loaded, EngineConfig::default())?;
     let mut branches: Vec<Vec<Message>> = vec![vec![]];
@@ -68,7 +75,7 @@ fn main() -> Result<()> {
             [word, ..] if word.starts_with('/') => println!("{HELP}"),
             _ => {
                 branches[at].push(Message::new("user", line.as_str()));
-                match answer(&args, &loaded, &mut engine, &branches[at]) {
+                match answer(args, &loaded, &mut engine, &branches[at]) {
                     Ok(text) => branches[at].push(Message::new("assistant", text)),
                     Err(error) => {
                         println!("{error:#}");

@@ -4,12 +4,15 @@
 //! cargo run --release --example generate -- "What is the capital of France?"
 //! ```
 
+#[path = "support/exit.rs"]
+mod exit;
 #[path = "support/setup.rs"]
 mod setup;
 #[path = "support/mod.rs"]
 mod support;
 
 use std::io::Write;
+use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
@@ -20,6 +23,7 @@ use candle_paged_attn::load::{TextStream, chat::Message};
 use candle_paged_attn::models::CausalLm;
 use candle_transformers::generation::{LogitsProcessor, Sampling};
 use clap::Parser;
+use exit::exit;
 use serde_json::json;
 use setup::{FloatType, Loaded, ModelArgs};
 
@@ -72,11 +76,8 @@ struct Answer {
     decode: Duration,
 }
 
-fn main() {
-    if let Err(error) = run(&Args::parse()) {
-        eprintln!("error: {error:#}");
-        std::process::exit(1);
-    }
+fn main() -> ExitCode {
+    exit(run(&Args::parse()))
 }
 
 fn run(args: &Args) -> Result<()> {

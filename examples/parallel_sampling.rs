@@ -5,6 +5,8 @@
 //! cargo run --release --example parallel_sampling -- --beams 4 "Once upon a time"
 //! ```
 
+#[path = "support/exit.rs"]
+mod exit;
 #[path = "support/setup.rs"]
 mod setup;
 #[path = "support/mod.rs"]
@@ -13,6 +15,8 @@ mod support;
 use anyhow::Result;
 use candle_paged_attn::engine::{Answer, BeamSearch, EngineConfig, Request, Sampling};
 use clap::Parser;
+use exit::exit;
+use std::process::ExitCode;
 
 /// Several answers to one prompt, which share its blocks.
 #[derive(Debug, Parser)]
@@ -38,8 +42,11 @@ struct Args {
     seed: u64,
 }
 
-fn main() -> Result<()> {
-    let args = Args::parse();
+fn main() -> ExitCode {
+    exit(run(&Args::parse()))
+}
+
+fn run(args: &Args) -> Result<()> {
     let loaded = args.model.load()?;
     let mut engine = args.model.engine(&loaded, EngineConfig::default())?;
     let prompt = loaded.encode(&args.prompt, true)?;

@@ -4,17 +4,21 @@
 //! cargo run --release --example shared_prefix
 //! ```
 
+#[path = "support/exit.rs"]
+mod exit;
 #[path = "support/setup.rs"]
 mod setup;
 #[path = "support/mod.rs"]
 mod support;
 
+use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use candle_paged_attn::block::Namespace;
 use candle_paged_attn::engine::{EngineConfig, Request};
 use clap::Parser;
+use exit::exit;
 
 const RULE: &str = "You answer questions about a library. Be brief, be kind, and cite the shelf. ";
 const QUESTIONS: [&str; 8] = [
@@ -41,8 +45,11 @@ struct Args {
     max_tokens: usize,
 }
 
-fn main() -> Result<()> {
-    let args = Args::parse();
+fn main() -> ExitCode {
+    exit(run(&Args::parse()))
+}
+
+fn run(args: &Args) -> Result<()> {
     let loaded = args.model.load()?;
     let rule = loaded.encode(RULE, false)?;
     let system: Vec<u32> = rule

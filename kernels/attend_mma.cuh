@@ -2,8 +2,9 @@
 //
 // A block takes WM * MT * 16 pairs and passes over its keys in tiles of BN, two stages deep:
 // while one tile is multiplied, the next is on its way to shared memory (cp.async). WM * WN warps:
-// WM share the pairs, WN the keys of a tile. Prefill: WN = 1, all warps read all keys. Decode:
-// WM = 1, every warp has its own keys and its own softmax, merged at the end.
+// WM share the pairs, WN the keys of a tile. Prefill: WN = 1, all warps read all keys. Decode: WM = 1
+// for groups up to 16, 2 up to 32; warps with keys of their own have their own softmax, merged at
+// the end.
 // FlashAttention's online softmax (Dao et al. 2022) in f32; heads of a group as rows of one
 // product, as FlashInfer does.
 #pragma once
@@ -23,29 +24,15 @@ __device__ __forceinline__ void attend_mma(const Args& a) {
   if (!w.locate(a, M)) return;
   const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, warp_m = warp / WN, warp_n = warp % WN;
   const int k_steps = (a.k_dim + 15) / 16, v_steps = (a.v_dim + 15) / 16;
-  const T *q = static_cast<const T*>(a.q), *k = static_cast<const T*>(a.k), *v = static_cast<const T*>(a.v);
+  const T* q = static_cast<const T*>(a.q);
 
   // Element of a tile with rows of D elements. 16-byte chunks are permuted within 8 rows, so that
   // ldmatrix and cp.async meet no bank conflict. Two chunks on is `^ 16`, sixteen rows on `+ 16 * D`:
   // a lane keeps one offset per operand instead of one address per step.
   auto offset = [](int row, int chunk) { return row * D + ((chunk ^ (row & 7)) * 8); };
-  // Chunks past a head's dim are zeros up to the next multiple of 16, and untouched behind.
   auto load_keys = [&](int tile, int stage) {
-    UNROLL_BY_2
-    for (int i = tid; i < BN * CHUNKS; i += THREADS) {
-      int row = i / CHUNKS, chunk = i % CHUNKS;
-      if (chunk >= 2 * max(k_steps, v_steps)) continue;
-      int32_t key = w.begin + tile * BN + row;
-      bool inside = key < w.end;
-      bool k_inside = inside && chunk * 8 < int(a.k_dim), v_inside = inside && chunk * 8 < int(a.v_dim);
-      const T *k_from = k, *v_from = v;
-      if (inside) {
-        k_from += w.cache_offset(a, key, a.k_block_stride, a.k_dim) + (k_inside ? chunk * 8 : 0);
-        v_from += w.cache_offset(a, key, a.v_block_stride, a.v_dim) + (v_inside ? chunk * 8 : 0);
-      }
-      if (chunk < 2 * k_steps) copy16_async(sk + stage * BN * D + offset(row, chunk), k_from, k_inside);
-      if (chunk < 2 * v_steps) copy16_async(sv + stage * BN * D + offset(row, chunk), v_from, v_inside);
-    }
+    load_tile<T, D, BN, THREADS>(a, w, w.begin + tile * BN, sk + stage * BN * D, sv + stage * BN * D,
+                                 16 * k_steps, 16 * v_steps, true, true, offset);
     copy_commit();
   };
 
@@ -140,7 +127,7 @@ __device__ __forceinline__ void attend_mma(const Args& a) {
     each_score([&](float x, const Query&, int32_t) { return x * a.scale; });
     if (a.softcap > 0.f) each_score([&](float x, const Query&, int32_t) { return capped(a, x); });
     if (a.slopes) each_score([&](float x, const Query& of, int32_t key) { return x + of.bias(key); });
-    if (!open) each_score([&](float x, const Query& of, int32_t key) { return of.sees(key) ? x : NO_SCORE; });
+    if (!open) each_score([&](float x, const Query& of, int32_t key) { return of.sees(w, key) ? x : NO_SCORE; });
 
     UNROLL
     for (int t = 0; t < MT; t++) {
@@ -164,10 +151,13 @@ __device__ __forceinline__ void attend_mma(const Args& a) {
             sum[t][r] += x;
           }
         }
-        UNROLL
-        for (int i = 0; i < D / 8; i++) {
-          values[t][i][2 * r] *= shrink;
-          values[t][i][2 * r + 1] *= shrink;
+        // After the first tiles of a long context the maximum seldom moves.
+        if (shrink != 1.f) {
+          UNROLL
+          for (int i = 0; i < D / 8; i++) {
+            values[t][i][2 * r] *= shrink;
+            values[t][i][2 * r + 1] *= shrink;
+          }
         }
       }
     }
@@ -213,24 +203,25 @@ __device__ __forceinline__ void attend_mma(const Args& a) {
     }
   }
   if constexpr (WN > 1) {
-    static_assert(MT == 1 && WM == 1, "warps that share keys hold the same pairs");
-    // The tiles are done with: their memory takes the parts.
-    float *parts = reinterpret_cast<float*>(sk), *part_sums = parts + WN * M * D;
+    static_assert(MT == 1, "warps that share keys hold one tile of pairs");
+    // All memory of the tiles is free now. Rows are apart by 8 banks: the lanes of a row write two
+    // columns each.
+    constexpr int STRIDE = D + 8;
+    float *parts = reinterpret_cast<float*>(shared), *part_sums = parts + WN * M * STRIDE;
     UNROLL
     for (int r = 0; r < 2; r++) {
-      int p = warp_n * M + lane / 4 + r * 8;
+      int p = warp_n * M + warp_m * 16 + lane / 4 + r * 8;
       UNROLL
-      for (int i = 0; i < D / 8; i++) {
-        parts[p * D + i * 8 + lane % 4 * 2] = values[0][i][2 * r];
-        parts[p * D + i * 8 + lane % 4 * 2 + 1] = values[0][i][2 * r + 1];
-      }
+      for (int i = 0; i < D / 8; i++)
+        *reinterpret_cast<float2*>(parts + p * STRIDE + i * 8 + lane % 4 * 2) =
+            make_float2(values[0][i][2 * r], values[0][i][2 * r + 1]);
       if (lane % 4 == 0) {
         part_sums[2 * p] = top[0][r];
         part_sums[2 * p + 1] = sum[0][r];
       }
     }
     __syncthreads();
-    merge_parts<WN, M, D>(a, w, parts, part_sums);
+    merge_parts(a, w, WN, M, STRIDE, parts, part_sums);
   } else {
     UNROLL
     for (int t = 0; t < MT; t++) {

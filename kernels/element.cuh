@@ -10,33 +10,22 @@ namespace paged {
 enum Code : uint32_t { CODE_F32 = 0, CODE_F16 = 1, CODE_BF16 = 2 };
 
 template <typename T>
-__device__ __forceinline__ float widen(T x);
-template <>
-__device__ __forceinline__ float widen<float>(float x) {
-  return x;
+__device__ __forceinline__ float widen(T x) {
+  if constexpr (std::is_same<T, float>::value)
+    return x;
+  else if constexpr (std::is_same<T, __half>::value)
+    return __half2float(x);
+  else
+    return __bfloat162float(x);
 }
-template <>
-__device__ __forceinline__ float widen<__half>(__half x) {
-  return __half2float(x);
-}
-template <>
-__device__ __forceinline__ float widen<__nv_bfloat16>(__nv_bfloat16 x) {
-  return __bfloat162float(x);
-}
-
 template <typename T>
-__device__ __forceinline__ T narrow(float x);
-template <>
-__device__ __forceinline__ float narrow<float>(float x) {
-  return x;
-}
-template <>
-__device__ __forceinline__ __half narrow<__half>(float x) {
-  return __float2half_rn(x);
-}
-template <>
-__device__ __forceinline__ __nv_bfloat16 narrow<__nv_bfloat16>(float x) {
-  return __float2bfloat16_rn(x);
+__device__ __forceinline__ T narrow(float x) {
+  if constexpr (std::is_same<T, float>::value)
+    return x;
+  else if constexpr (std::is_same<T, __half>::value)
+    return __float2half_rn(x);
+  else
+    return __float2bfloat16_rn(x);
 }
 
 // Between element types; equal types keep every bit, also those of NaN.

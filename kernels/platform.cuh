@@ -2,7 +2,7 @@
 // Everything else in this folder is the same text for both.
 #pragma once
 #ifndef __CUDACC__
-#include "emulator/intrinsics.h"
+#include "emulator/cpp/intrinsics.h"
 #else
 #include <cstdint>
 #include <cuda_bf16.h>
@@ -14,6 +14,7 @@
 #define STATIC_SHARED(type, name, count) __shared__ type name[count]
 #define UNROLL _Pragma("unroll")
 #define UNROLL_BY_2 _Pragma("unroll 2")
+#define UNROLL_BY_4 _Pragma("unroll 4")
 
 namespace paged {
 
@@ -50,25 +51,20 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], const
 }
 
 // d += a * b with a 16x16 (rows), b 16x8 (columns), d 16x8 in f32.
+#define MULTIPLY(type, T)                                                                               \
+  __device__ __forceinline__ void multiply_as(T, float(&d)[4], const uint32_t(&a)[4], uint32_t b0,      \
+                                              uint32_t b1) {                                            \
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type                                 \
+                 ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"                         \
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                       \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));                       \
+  }
+MULTIPLY("f16", __half)
+MULTIPLY("bf16", __nv_bfloat16)
+#undef MULTIPLY
 template <typename T>
-__device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
-template <>
-__device__ __forceinline__ void multiply<__half>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
-                                                 uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-      "{%0,%1,%2,%3};\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-template <>
-__device__ __forceinline__ void multiply<__nv_bfloat16>(float (&d)[4], const uint32_t (&a)[4],
-                                                        uint32_t b0, uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-      "{%0,%1,%2,%3};\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+__device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  multiply_as(T(), d, a, b0, b1);
 }
 
 // 2^x within 2 units in the last place; results below the normal range become 0.

@@ -41,7 +41,7 @@ struct Args {
 __device__ __forceinline__ bool is_streamed(uint32_t rows, uint32_t group) {
   return rows == 1 || rows * group <= STREAM_PAIRS;
 }
-__device__ __forceinline__ int32_t chunk_keys(int32_t keys) { return keys < 4096 ? CHUNK : 2 * CHUNK; }
+__device__ __forceinline__ int32_t chunk_keys(int32_t keys) { return keys <= 8192 ? CHUNK : 2 * CHUNK; }
 
 // First key that a query at `position` >= 0 sees.
 __device__ __forceinline__ int32_t first_key(int32_t position, uint32_t window) {
@@ -90,6 +90,7 @@ struct Work {
   int32_t first_position;  // of that row; negative if there are more rows than tokens
   uint32_t first_pair, pairs;  // first of this block, and number in the sequence
   int32_t begin, end;      // keys that any pair of this block sees
+  uint32_t span;           // a query sees the keys at distances below
   int64_t page_base;       // indices[page_base + token >> block_shift] is the token's block
   uint64_t slot;
   bool split;              // the result is one of several chunks
@@ -120,6 +121,7 @@ struct Work {
     int32_t len = int32_t(a.seq_lens[seq]);
     first_position = len - int32_t(rows);
     page_base = int64_t(a.indptr[seq]) - a.first_page[seq];
+    span = a.window == 0 ? 1u << 31 : min(a.window, 1u << 31);
     split = false;
     if (streaming) {
       Stream stream(len, rows, a.window);
@@ -141,10 +143,13 @@ struct Work {
   __device__ __forceinline__ int32_t position(uint32_t pair) const {
     return first_position + int32_t(pair / group);
   }
+  // The block of a token that this block of threads reads.
+  __device__ __forceinline__ uint32_t page(const Args& a, int32_t token) const {
+    return a.indices[page_base + (token >> a.block_shift)];
+  }
   // First element of a token's head in a cache tensor.
-  __device__ __forceinline__ int64_t cache_offset(const Args& a, int32_t token, int64_t block_stride,
-                                                  uint32_t dim) const {
-    int64_t block = a.indices[page_base + (token >> a.block_shift)];
+  __device__ __forceinline__ int64_t cache_offset(const Args& a, int64_t block, int32_t token,
+                                                  int64_t block_stride, uint32_t dim) const {
     int64_t in_block = token & ((1 << a.block_shift) - 1);
     return block * block_stride + (in_block * a.kv_heads + kv_head) * dim;
   }
@@ -158,7 +163,6 @@ struct Work {
 
 // What one pair may see and how its scores are shifted.
 struct Query {
-  int32_t first, last;  // keys, both included
   int32_t position;
   float slope;
 
@@ -167,11 +171,12 @@ struct Query {
   __device__ __forceinline__ Query(const Args& a, const Work& w, uint32_t pair) {
     bool real = pair < w.pairs;
     position = real ? w.position(pair) : -1;
-    last = min(position, w.end - 1);
-    first = first_key(max(position, 0), a.window);
     slope = real && a.slopes ? a.slopes[w.head(pair)] : 0.f;
   }
-  __device__ __forceinline__ bool sees(int32_t key) const { return key >= first && key <= last; }
+  // A later key is a distance below 0, which is a large one without a sign.
+  __device__ __forceinline__ bool sees(const Work& w, int32_t key) const {
+    return uint32_t(position - key) < w.span;
+  }
   __device__ __forceinline__ float bias(int32_t key) const { return slope * float(key - position); }
 };
 
@@ -195,25 +200,70 @@ __device__ __forceinline__ float log_sum_exp(float max_score, float sum) {
   return sum == 0.f ? NO_SCORE : max_score + logf(sum);
 }
 
-// Merges what `PARTS` warps found for the same `M` pairs and hands it on: to the workspace if the
-// sequence is split, else to the output. `values` [PARTS][M][D] and `sums` [PARTS][M][2] are in
-// shared memory, complete for all threads.
-template <int PARTS, int M, int D>
-__device__ __forceinline__ void merge_parts(const Args& a, const Work& w, const float* values, const float* sums) {
-  int total = M * int(a.v_dim);
+// Copies the keys from `first` on to shared memory: BN rows of K and of V with D elements each, row
+// and chunk (16 bytes) at element `place(row, chunk)`. Elements past a head's dim are zeros up to
+// `k_fill` and `v_fill`, and untouched behind; rows past the last key are zeros. Asynchronous where
+// rows start at multiples of 16 bytes; the caller commits.
+template <typename C, int D, int BN, int THREADS, typename Place>
+__device__ __forceinline__ void load_tile(const Args& a, const Work& w, int32_t first, C* tile_k, C* tile_v,
+                                          uint32_t k_fill, uint32_t v_fill, bool k_aligned, bool v_aligned,
+                                          Place place) {
+  constexpr int VEC = Vector<C>::LEN, CHUNKS = D / VEC, ROWS = THREADS / CHUNKS, BATCH = 4;
+  static_assert(CHUNK % BN == 0, "only the last tile of a sequence has keys past `w.end`: no query sees them");
+  static_assert(BN % (BATCH * ROWS) == 0, "a thread copies one chunk of every ROWS-th row, four at a time");
+  const uint32_t chunk = threadIdx.x % CHUNKS, d = chunk * VEC;
+  auto inside = [&](int32_t key) { return key < w.end; };
+  auto copy = [&](C* to, const void* cache, int64_t from, bool valid, bool aligned) {
+    const C* source = static_cast<const C*>(cache) + from + d;
+    if (aligned) {
+      copy16_async(to, source, valid);
+    } else {
+      Vector<C> x;
+      x.bits = make_uint4(0, 0, 0, 0);
+      if (valid) x = load_vector(source, false);
+      *reinterpret_cast<uint4*>(to) = x.bits;
+    }
+  };
+  for (int start = threadIdx.x / CHUNKS; start < BN; start += BATCH * ROWS) {
+    // The page ids first, all under way at once: the copies wait for them. Keys past the last one take
+    // its page, so that no load is in a branch.
+    uint32_t page[BATCH];
+    UNROLL
+    for (int i = 0; i < BATCH; i++) {
+      int32_t key = first + start + i * ROWS;
+      page[i] = w.page(a, min(key, w.end - 1));
+    }
+    UNROLL
+    for (int i = 0; i < BATCH; i++) {
+      int row = start + i * ROWS;
+      int32_t key = first + row;
+      if (d < k_fill)
+        copy(tile_k + place(row, chunk), a.k, w.cache_offset(a, page[i], key, a.k_block_stride, a.k_dim),
+             inside(key) && d < a.k_dim, k_aligned);
+      if (d < v_fill)
+        copy(tile_v + place(row, chunk), a.v, w.cache_offset(a, page[i], key, a.v_block_stride, a.v_dim),
+             inside(key) && d < a.v_dim, v_aligned);
+    }
+  }
+}
+
+// Merges what `parts` groups of warps found for the same `m` pairs and hands it on: to the workspace
+// if the sequence is split, else to the output. `values` [parts][m] in rows of `stride`, and `sums`
+// [parts][m][2], are in shared memory, complete for all threads.
+__device__ __forceinline__ void merge_parts(const Args& a, const Work& w, int parts, int m, int stride,
+                                            const float* values, const float* sums) {
+  int total = m * int(a.v_dim);
   for (int i = threadIdx.x; i < total; i += blockDim.x) {
     int p = i / int(a.v_dim), d = i % int(a.v_dim);
     uint32_t pair = w.first_pair + p;
     if (pair >= w.pairs) break;
     float top = NO_SCORE, sum = 0.f, value = 0.f;
-    UNROLL
-    for (int part = 0; part < PARTS; part++) top = fmaxf(top, sums[(part * M + p) * 2]);
+    for (int part = 0; part < parts; part++) top = fmaxf(top, sums[(part * m + p) * 2]);
     float base = finite_base(top);
-    UNROLL
-    for (int part = 0; part < PARTS; part++) {
-      float share = weight(sums[(part * M + p) * 2], base);
-      sum += share * sums[(part * M + p) * 2 + 1];
-      value += share * values[(part * M + p) * D + d];
+    for (int part = 0; part < parts; part++) {
+      float share = weight(sums[(part * m + p) * 2], base);
+      sum += share * sums[(part * m + p) * 2 + 1];
+      value += share * values[(part * m + p) * stride + d];
     }
     if (w.split) {
       int64_t record = w.record(a, pair);

@@ -5,6 +5,8 @@
 #
 #   eval "$(scripts/cuda_toolchain.sh)"     # CUDA_HOME, PATH, CUDA_COMPUTE_CAP for this shell
 #
+# CUDA_PYTHON is a python with numpy, for the interpreter of scripts/kernels_ptx.py.
+#
 # Stdout carries the exports alone, everything else goes to stderr. A second call finds the
 # finished folder and only prints.
 set -euo pipefail
@@ -13,11 +15,12 @@ cd "$(dirname "$0")/.."
 root="${CANDLE_PAGED_ATTN_CUDA:-${XDG_CACHE_HOME:-$HOME/.cache}/candle-paged-attn/cuda-13.0}"
 
 # nvcc asks for nvvm and crt without a version; the newest ones write a PTX that its ptxas
-# refuses, so every wheel is pinned.
+# refuses, so every wheel is pinned. numpy is for scripts/kernels_ptx.py.
 wheels=(
     nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-crt==13.0.88
     nvidia-cuda-runtime==13.0.96 nvidia-cuda-cccl==13.0.85
     nvidia-cublas==13.0.2.14 nvidia-curand==10.4.0.35 nvidia-cuda-nvrtc==13.0.88
+    numpy==2.3.5
 )
 
 home_of() { # the toolkit folder of a venv
@@ -53,18 +56,17 @@ print(next(os.path.dirname(p["manifest_path"]) for p in packages if p["name"] ==
     ln -sfn libcuda.so "$home/lib/stubs/libcuda.so.1"
 }
 
-if [ ! -e "$root/complete" ]; then
+if [ "$(cat "$root/complete" 2>/dev/null)" != "${wheels[*]}" ]; then
     echo "installing the CUDA tool chain into $root (about 1 GB)" >&2
-    rm -rf "$root"
     mkdir -p "$(dirname "$root")"
     install_into "$root"
     stub_driver "$(home_of "$root")"
-    touch "$root/complete"
+    echo "${wheels[*]}" >"$root/complete"
 fi
 
 home=$(home_of "$root")
 cat <<EXPORTS
-export CUDA_HOME="$home"
+export CUDA_HOME="$home" CUDA_PYTHON="$root/bin/python"
 export PATH="$home/bin:\$PATH"
 export CUDA_COMPUTE_CAP="\${CUDA_COMPUTE_CAP:-90}"
 export LIBRARY_PATH="$home/lib:$home/lib/stubs\${LIBRARY_PATH:+:\$LIBRARY_PATH}"

@@ -37,7 +37,7 @@ def tensor(batch, heads, rows):
 def main():
     figures = {"torch": torch.__version__, "decode": [], "prefill": []}
     for tokens in (1 << 10, 4 << 10, 32 << 10):
-        for batch in (1, 16, 64):
+        for batch in (1, 16, 64, 256):
             q, k, v = tensor(batch, HEADS, 1), tensor(batch, KV_HEADS, tokens), tensor(batch, KV_HEADS, tokens)
             t = seconds(lambda: scaled_dot_product_attention(q, k, v, enable_gqa=True))
             figures["decode"].append({"batch": batch, "tokens": tokens, "microseconds": t * 1e6,

@@ -19,11 +19,11 @@ cd "$copy"
 # name | file | text to find | text to put there; no text holds a bar
 faults() {
     cat <<'LIST'
-window_one_too_wide|src/ops/options.rs|(pos + 1).saturating_sub(window)|pos.saturating_sub(window)
-last_token_lost|src/ops/cpu/scores.rs|(position + 1).min(len)|position.min(len)
-last_token_lost_portable|src/ops/portable.rs|key <= query &&|key < query &&
+window_one_too_wide|src/ops/options.rs|past.saturating_sub(window)|(past - 1).saturating_sub(window)
+last_token_lost|src/ops/options.rs|Self::Causal => 0..past.min(len)|Self::Causal => 0..(past - 1).min(len)
+last_token_lost_portable|src/ops/portable.rs|seen(i).contains(&(begin + j))|seen(i).contains(&(begin + j + 1))
 token_past_the_length|src/ops/cpu/plan.rs|visible(mask, first_row, len).start..len;|visible(mask, first_row, len).start..len.next_multiple_of(table.block_size());
-wrong_kv_head_decode|src/ops/cpu/decode.rs|of_head(&tile[token..], head, k_dim)|of_head(&tile[token..], (head + 1) % kv_heads, k_dim)
+wrong_kv_head_decode|src/ops/cpu/decode.rs|TOKENS>(&tile[token..], head, k_dim)|TOKENS>(&tile[token..], (head + 1) % kv_heads, k_dim)
 wrong_kv_head_prefill|src/ops/cpu/prefill.rs|pack(&v, first, n, self.head, self.v, call.v_dim)|pack(&v, first, n, 0, self.v, call.v_dim)
 wrong_query_head_decode|src/ops/cpu/lanes.rs|kv_head * self.group + within % self.group|kv_head + within % self.group
 swapped_slopes_decode|src/ops/cpu/lanes.rs|of_row.zip(slopes.chunks_exact(self.group))|of_row.zip(slopes.rchunks_exact(self.group))

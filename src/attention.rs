@@ -107,9 +107,12 @@ impl PagedAttention {
             q_rows.to_dtype(DType::F32)?
         };
         let mut options = self.options.clone();
-        options.mask = step.window.map_or(Mask::Causal, Mask::CausalWindow);
-        let out = ops::paged_attention(&q_rows, k_cache, v_cache, step.table, &options)?
-            .to_dtype(dtype)?;
+        options.mask = Mask::causal(step.window);
+        let out = match step.cascade {
+            None => ops::paged_attention(&q_rows, k_cache, v_cache, step.table, &options)?,
+            Some(cascade) => ops::cascade_attention(&q_rows, k_cache, v_cache, cascade, &options)?,
+        }
+        .to_dtype(dtype)?;
         match q.dims() {
             &[batch, heads, seq, _] => {
                 let dim = out.dim(2)?;

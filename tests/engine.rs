@@ -12,6 +12,8 @@ mod cases;
 mod handle;
 #[path = "engine/hash_lm.rs"]
 mod hash_lm;
+#[path = "common/random_llama.rs"]
+mod random_llama;
 #[path = "engine/refusals.rs"]
 mod refusals;
 #[path = "engine/sampling.rs"]

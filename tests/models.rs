@@ -10,8 +10,16 @@ mod checkpoint;
 mod configs;
 #[path = "models/decoding.rs"]
 mod decoding;
+#[path = "models/families.rs"]
+mod families;
+#[path = "models/families_gguf.rs"]
+mod families_gguf;
 #[path = "models/gguf.rs"]
 mod gguf;
+#[path = "models/golden.rs"]
+mod golden;
+#[path = "models/groups.rs"]
+mod groups;
 #[path = "models/linears.rs"]
 mod linears;
 #[path = "models/reference.rs"]

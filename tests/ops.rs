@@ -3,6 +3,8 @@
 
 mod common;
 
+#[path = "ops/cascade.rs"]
+mod cascade;
 #[path = "ops/golden.rs"]
 mod golden;
 #[path = "ops/masks.rs"]

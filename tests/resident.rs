@@ -69,6 +69,41 @@ fn a_larger_table_moves_the_arrays_and_a_smaller_one_does_not_move_them_back() {
 }
 
 #[test]
+fn a_placement_changes_with_the_capacity_and_with_everything_that_moves() {
+    let table = |len: usize| {
+        let mut table = PageTable::new(4).unwrap();
+        let pages: Vec<u32> = (0..len.div_ceil(4) as u32).collect();
+        table.push(&pages, 0, len, &[len as i64 - 1]).unwrap();
+        table
+    };
+    let (host, mut resident) = (Host::default(), Resident::<Host>::default());
+    let mut placement = |len: usize, workspace: usize, constant: Option<&Arc<[f32]>>| {
+        let filled = resident.fill(&host, &table(len)).unwrap();
+        resident.workspace(&host, workspace).unwrap();
+        if let Some(values) = constant {
+            resident.constant(&host, values).unwrap();
+        }
+        resident.placement(&host, &filled)
+    };
+    let slopes: Arc<[f32]> = [0.5].into();
+    let captured = placement(13, 100, Some(&slopes));
+    assert_eq!(placement(14, 100, Some(&slopes)), captured, "the next step");
+    assert_eq!(placement(16, 90, Some(&slopes)), captured, "less workspace");
+    assert_ne!(placement(17, 100, Some(&slopes)), captured, "more pages");
+    let captured = placement(17, 100, Some(&slopes));
+    assert_ne!(placement(17, 999, Some(&slopes)), captured, "it moved");
+    let captured = placement(17, 999, Some(&slopes));
+    let sinks: Arc<[f32]> = [1.0].into();
+    assert_ne!(placement(17, 999, Some(&sinks)), captured, "one more");
+}
+
+#[test]
+fn a_device_whose_ops_read_the_table_itself_has_no_placement() {
+    let table = PageTable::new(4).unwrap();
+    assert_eq!(table.upload(&Device::Cpu).unwrap(), None);
+}
+
+#[test]
 fn workspace_and_constants_stay_where_they_are() {
     let (host, mut resident) = (Host::default(), Resident::<Host>::default());
     let first = resident.workspace(&host, 1000).unwrap();

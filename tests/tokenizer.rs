@@ -15,7 +15,7 @@ use candle_paged_attn::{
     load::{TextStream, gguf::GgufFile, tokenizer},
 };
 use rand::{Rng, SeedableRng, rngs::StdRng};
-use tokenizers::Tokenizer;
+use tokenizers::{OffsetReferential, OffsetType, PreTokenizedString, PreTokenizer, Tokenizer};
 
 fn build(metadata: &HashMap<String, Value>) -> Result<Tokenizer> {
     let folder = tempfile::tempdir().unwrap();
@@ -70,6 +70,80 @@ fn splitting_rules_merges_and_special_tokens() {
     );
 }
 
+/// Contractions, numbers, accents, code, CJK, emoji and capitals, cut by hand as each rule's
+/// regular expression reads.
+#[test]
+fn every_splitting_rule_cuts_where_its_expression_says() {
+    const TEXT: &str = "It's 12345 años\n  x=1 日本 🦙 HelloWorld";
+    let tail = [" x", "=", "1", " 日本", " 🦙", " HelloWorld"];
+    let cases: [(&[&str], Vec<&str>); 4] = [
+        (
+            &["llama-bpe", "dbrx", "smaug-bpe", "glm4"],
+            [
+                &["It", "'s", " ", "123", "45", " años", "\n", " "][..],
+                &tail,
+            ]
+            .concat(),
+        ),
+        (
+            &["qwen2", "stablelm2"],
+            [
+                &["It", "'s", " ", "1", "2", "3", "4", "5", " años", "\n", " "][..],
+                &tail,
+            ]
+            .concat(),
+        ),
+        (
+            &["smollm", "starcoder", "refact"],
+            [
+                &["It", "'s", " ", "1", "2", "3", "4", "5", " años", "\n "][..],
+                &tail,
+            ]
+            .concat(),
+        ),
+        (
+            &["gpt-2", "phi-2", "olmo"],
+            [&["It", "'s", " 12345", " años", "\n "][..], &tail].concat(),
+        ),
+    ];
+    let gpt4o = [
+        &["It's", " ", "123", "45", " años", "\n", " "][..],
+        &tail[..5],
+        &[" Hello", "World"],
+    ]
+    .concat();
+    let cases = cases.into_iter().chain([(&["gpt-4o"][..], gpt4o)]);
+    for (names, want) in cases {
+        for pre in names {
+            let tokenizer = build(&tiny::tokenizer_metadata(pre)).unwrap();
+            let mut text = PreTokenizedString::from(TEXT);
+            let splitter = tokenizer.get_pre_tokenizer().unwrap();
+            splitter.pre_tokenize(&mut text).unwrap();
+            let got: Vec<&str> = text
+                .get_splits(OffsetReferential::Original, OffsetType::Byte)
+                .into_iter()
+                .map(|(_, (start, end), _)| &TEXT[start..end])
+                .collect();
+            assert_eq!(got, want, "{pre}");
+        }
+    }
+}
+
+/// Llama 3: a word that is a token is taken whole, and BOS is added unless the file says no.
+#[test]
+fn llama3_takes_whole_words_and_adds_bos() {
+    let mut metadata = tiny::tokenizer_metadata("llama-bpe");
+    metadata.insert("tokenizer.ggml.merges".into(), tiny::strings(&["h e"]));
+    let encoded = |metadata: &_| {
+        let tokenizer = build(metadata).unwrap();
+        let encoding = tokenizer.encode("hello", true).unwrap();
+        encoding.get_ids().to_vec()
+    };
+    assert_eq!(encoded(&metadata), ids(&["<|bos|>", "hello"]));
+    metadata.insert("tokenizer.ggml.add_bos_token".into(), Value::Bool(false));
+    assert_eq!(encoded(&metadata), ids(&["hello"]));
+}
+
 #[test]
 fn bos_and_eos_are_added_only_where_the_file_says_so() {
     let mut metadata = tiny::tokenizer_metadata("smollm");
@@ -109,7 +183,7 @@ fn unknown_kinds_and_broken_descriptions_are_named() {
         metadata.insert(format!("tokenizer.ggml.{key}"), value);
         build(&metadata).unwrap_err()
     };
-    for pre in ["default", "llama-bpe", "smollm2", ""] {
+    for pre in ["default", "tekken", "smollm2", ""] {
         let error = with("pre", Value::String(pre.into()));
         assert!(
             matches!(&error, Error::Unsupported { what: "pre-tokenizer", got, supported }

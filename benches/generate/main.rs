@@ -14,8 +14,10 @@ mod ours;
 mod prompt;
 mod report;
 mod requantize;
-mod stock;
 #[path = "../../examples/support/mod.rs"]
+mod setup;
+mod stock;
+#[path = "../support/mod.rs"]
 mod support;
 
 use std::path::PathBuf;
@@ -29,6 +31,7 @@ use clap::Parser;
 use ours::Ours;
 use report::{Report, Row};
 use stock::Stock;
+use support::options::Options;
 
 /// Tokens decoded per timed sample and sequence.
 const STEPS: usize = 8;
@@ -44,48 +47,37 @@ struct Args {
     /// A Llama GGUF file, instead of SmolLM2-135M-Instruct.
     #[arg(long)]
     model: Option<PathBuf>,
-    /// Threads of both sides.
-    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..))]
-    threads: u16,
     /// Counted rounds per row.
     #[arg(long, default_value_t = 11, value_parser = clap::value_parser!(u16).range(1..))]
     rounds: u16,
     /// 3 rounds: for development, not for figures.
     #[arg(long)]
     quick: bool,
-    /// Only rows whose name contains this.
-    #[arg(long, default_value = "")]
-    only: String,
     /// Also measure what this machine reads and multiplies at most.
     #[arg(long)]
     floors: bool,
-    /// Writes the rows to this file as JSON.
-    #[arg(long)]
-    json: Option<PathBuf>,
-    /// Passed by `cargo bench`. Without it (`cargo test --all-targets`) nothing is measured.
-    #[arg(long, hide = true)]
-    bench: bool,
+    #[command(flatten)]
+    common: Options,
 }
 
 fn main() -> Result<()> {
     let args = Args::parse();
-    if !args.bench {
-        println!("nothing measured: run `cargo bench --bench generate`");
+    if !args.common.measure("generate") {
         return Ok(());
     }
-    support::set_threads(args.threads.into());
+    setup::set_threads(args.common.threads.into());
     let gguf = match &args.model {
         Some(path) => path.clone(),
-        None => support::default_model(true)?,
+        None => setup::default_model(true)?,
     };
     ensure!(
         gguf.is_file(),
         "{} is a folder: the quantised rows need a GGUF file; set {} or --model to one",
         gguf.display(),
-        support::MODEL_VARIABLE
+        setup::MODEL_VARIABLE
     );
     let rounds = if args.quick { 3 } else { args.rounds.into() };
-    let mut report = Report::new(args.threads.into(), rounds, &args.only);
+    let mut report = Report::new(args.common.threads.into(), rounds, &args.common.only);
     report.print_head();
     if args.floors {
         floors::print()?;
@@ -94,7 +86,7 @@ fn main() -> Result<()> {
     bench_f32(&mut report, &gguf, scratch.path())?;
     bench_q8_0(&mut report, &gguf, scratch.path())?;
     report.print_table();
-    if let Some(path) = &args.json {
+    if let Some(path) = &args.common.json {
         std::fs::write(path, report.json()).with_context(|| path.display().to_string())?;
     }
     Ok(())
@@ -106,7 +98,7 @@ fn bench_f32(report: &mut Report, gguf: &std::path::Path, scratch: &std::path::P
         return Ok(());
     }
     let folder = scratch.join("f32");
-    support::write_hf_folder(gguf, &folder)?;
+    setup::write_hf_folder(gguf, &folder)?;
     let stock = Stock::from_hf_folder(&folder)?;
     let options = LoadOptions::default().with_dtype(DType::F32);
     let ours = Ours::load(&folder, &options)?;

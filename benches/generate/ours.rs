@@ -9,11 +9,11 @@ use candle_paged_attn::cache::{AddOptions, CacheConfig, Feed, Logits, PagedKvCac
 use candle_paged_attn::load::{LoadOptions, Pretrained, from_pretrained};
 use candle_paged_attn::models::CausalLm;
 
+use crate::stock::CHUNK;
+
 /// Tokens the cache holds: the longest context and the sequences decoded together, each with
 /// its steps, in whole blocks.
 const CAPACITY: usize = 8192;
-/// Chunk of untimed prompts, on both sides: stock's scores of a whole long one take gigabytes.
-pub const CHUNK: usize = 500;
 
 pub struct Ours {
     pub pretrained: Pretrained,

@@ -4,6 +4,8 @@ use std::time::Duration;
 
 use serde_json::json;
 
+use crate::support::rows::{machine, median};
+
 /// One comparison: stock's time over ours, round by round. Above 1, ours is faster.
 pub struct Row {
     pub name: String,
@@ -73,7 +75,7 @@ impl Report {
     }
 
     pub fn print_head(&self) {
-        println!("machine: {}", machine());
+        println!("machine: {}", described());
         println!(
             "{} threads on both sides, {} rounds, stock = candle-transformers 0.11.1",
             self.threads, self.rounds
@@ -118,7 +120,7 @@ impl Report {
             })
             .collect();
         let report = json!({
-            "machine": machine(),
+            "machine": described(),
             "threads": self.threads,
             "rounds": self.rounds,
             "rows": rows,
@@ -127,15 +129,9 @@ impl Report {
     }
 }
 
-/// CPU model, cores, and the vector instructions that kernels choose by.
-fn machine() -> String {
-    let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-    let model = info
-        .lines()
-        .find_map(|line| line.strip_prefix("model name")?.split_once(':'))
-        .map_or(std::env::consts::ARCH, |(_, model)| model.trim());
-    let cores = std::thread::available_parallelism().map_or(0, usize::from);
-    format!("{model}, {cores} cores, {}", features().join(" "))
+/// The machine, and the vector instructions that kernels choose by.
+fn described() -> String {
+    format!("{}, {}", machine(), features().join(" "))
 }
 
 /// Of the last minute: figures of a machine that was busy are worth less.
@@ -162,15 +158,4 @@ fn features() -> Vec<&'static str> {
 #[cfg(not(target_arch = "x86_64"))]
 fn features() -> Vec<&'static str> {
     vec![std::env::consts::ARCH]
-}
-
-fn median(values: &[f64]) -> f64 {
-    let mut sorted = values.to_vec();
-    sorted.sort_by(f64::total_cmp);
-    let middle = sorted.len() / 2;
-    match sorted.len() {
-        0 => f64::NAN,
-        n if n % 2 == 1 => sorted[middle],
-        _ => f64::midpoint(sorted[middle - 1], sorted[middle]),
-    }
 }

@@ -1,4 +1,4 @@
-//! The model's GGUF with every matrix in Q8_0.
+//! The model's GGUF with every matrix in another type.
 
 use std::fs::File;
 use std::io::BufWriter;
@@ -9,15 +9,24 @@ use candle_core::Device;
 use candle_core::quantized::gguf_file::{self, Value};
 use candle_core::quantized::{GgmlDType, QTensor};
 
-/// ggml's number of a file that is mostly Q8_0.
+/// ggml's numbers of files that are mostly of a type.
 const FILE_TYPE_Q8_0: u32 = 7;
+const FILE_TYPE_F32: u32 = 0;
 
-/// Writes `from` to `to`, matrices dequantised and quantised again (those that are Q8_0 already
-/// as they are), vectors and metadata copied.
+/// [`requantize`] to Q8_0.
 pub fn to_q8_0(from: &Path, to: &Path) -> Result<()> {
+    requantize(from, to, GgmlDType::Q8_0)
+}
+
+/// Writes `from` to `to`, matrices dequantised and quantised again to Q8_0 or F32 (those that
+/// are already as they are), vectors and metadata copied.
+pub fn requantize(from: &Path, to: &Path, dtype: GgmlDType) -> Result<()> {
     let mut file = File::open(from)?;
     let mut content = gguf_file::Content::read(&mut file)?;
-    let file_type = Value::U32(FILE_TYPE_Q8_0);
+    let file_type = Value::U32(match dtype {
+        GgmlDType::Q8_0 => FILE_TYPE_Q8_0,
+        _ => FILE_TYPE_F32,
+    });
     content
         .metadata
         .insert("general.file_type".into(), file_type);
@@ -28,11 +37,11 @@ pub fn to_q8_0(from: &Path, to: &Path) -> Result<()> {
         .map(|name| {
             let tensor = content.tensor(&mut file, name, &Device::Cpu)?;
             let is_matrix = tensor.rank() == 2;
-            if !is_matrix || tensor.dtype() == GgmlDType::Q8_0 {
+            if !is_matrix || tensor.dtype() == dtype {
                 return Ok((name.as_str(), tensor));
             }
             let dense = tensor.dequantize(&Device::Cpu)?;
-            Ok((name.as_str(), QTensor::quantize(&dense, GgmlDType::Q8_0)?))
+            Ok((name.as_str(), QTensor::quantize(&dense, dtype)?))
         })
         .collect::<Result<Vec<_>>>()?;
     let metadata: Vec<(&str, &Value)> = content

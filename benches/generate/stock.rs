@@ -10,7 +10,8 @@ use candle_nn::VarBuilder;
 use candle_transformers::models::llama::{Cache, Llama, LlamaConfig};
 use candle_transformers::models::quantized_llama::ModelWeights;
 
-use crate::ours::CHUNK;
+/// Chunk of untimed prompts, on both sides: stock's scores of a whole long one take gigabytes.
+pub const CHUNK: usize = 512;
 
 /// A model with the cache of one sequence; weights and cache tensors are shared by clones, and
 /// growing a cache makes new tensors, so a clone is a cheap copy of the state.

@@ -118,6 +118,7 @@ impl PagedKvCache {
             block_size: config.block_size,
             sub_block_reuse: config.sub_block_reuse,
             deduplicate: config.deduplicate,
+            cascade: config.cascade && !device.is_cuda(),
             groups,
             sequences: Sequences::default(),
             host: host_blocks
@@ -509,7 +510,9 @@ impl Inner {
                 .and_then(|a| a.get(feed).copied())
                 .unwrap_or(usize::MAX)
         };
-        state.commit(plan.token_ids(), taken)
+        state.commit(plan.token_ids(), taken)?;
+        state.counters.cascade_tokens += plan.tokens_saved() as u64;
+        Ok(())
     }
 
     /// The end of a plan: rolls back what was not committed and takes its arrays back.

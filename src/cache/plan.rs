@@ -8,7 +8,7 @@ use super::cache::Inner;
 use super::pool::LayerKv;
 use super::sequence::SequenceId;
 use crate::error::{Error, Result};
-use crate::ops::PageTable;
+use crate::ops::{Cascade, PageTable};
 
 /// Which rows of a feed the caller wants logits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -92,6 +92,7 @@ impl<'a> Feed<'a> {
 #[derive(Debug, Default)]
 pub(super) struct StepBuffers {
     pub tables: Vec<PageTable>,
+    pub cascades: Vec<Cascade>,
     pub copies: Vec<Vec<(u32, u32)>>,
     pub token_ids: Vec<u32>,
     pub positions: Vec<u32>,
@@ -109,6 +110,7 @@ impl StepBuffers {
             let mut table = PageTable::new(block_size)?;
             table.reserve(0, blocks, 0);
             buffers.tables.push(table);
+            buffers.cascades.push(Cascade::default());
             buffers.copies.push(Vec::new());
         }
         Ok(buffers)
@@ -161,6 +163,9 @@ pub struct LayerStep<'a> {
     pub kv: &'a LayerKv,
     /// Pages, queries and slots of the step.
     pub table: &'a PageTable,
+    /// What sequences of the step share, if the cache looks for it and something was found:
+    /// then [`cascade_attention`](crate::ops::cascade_attention) is the op to call.
+    pub cascade: Option<&'a Cascade>,
     /// Keys a query sees, itself included; `None` sees the whole context.
     pub window: Option<usize>,
     _epoch: RwLockReadGuard<'a, u64>,
@@ -203,6 +208,17 @@ impl StepPlan {
         self.rows_per_feed
     }
 
+    /// Tokens whose K/V are not read again, in each layer of their group, because a
+    /// [cascade](super::CacheConfig::with_cascade) reads them once for several sequences; all
+    /// groups together.
+    pub fn tokens_saved(&self) -> usize {
+        self.buffers
+            .cascades
+            .iter()
+            .map(Cascade::tokens_saved)
+            .sum()
+    }
+
     /// What an op needs to work on `layer`. While the answer lives the cache cannot be
     /// cleared, so what is written through it belongs to this plan's epoch.
     ///
@@ -213,13 +229,13 @@ impl StepPlan {
         const OP: &str = "step_plan";
         let epoch = self.fresh(OP)?;
         let group = self.layers.group.get(layer).copied();
-        match (
-            self.layers.kv.get(layer),
-            group.and_then(|g| self.buffers.tables.get(g)),
-        ) {
-            (Some(kv), Some(table)) => Ok(LayerStep {
+        let of_group =
+            group.and_then(|g| Some((self.buffers.tables.get(g)?, self.buffers.cascades.get(g)?)));
+        match (self.layers.kv.get(layer), of_group) {
+            (Some(kv), Some((table, cascade))) => Ok(LayerStep {
                 kv,
                 table,
+                cascade: Some(cascade).filter(|cascade| cascade.tokens_saved() > 0),
                 window: self.layers.window.get(layer).copied().flatten(),
                 _epoch: epoch,
             }),

@@ -49,6 +49,8 @@ pub struct CacheConfig {
     pub sub_block_reuse: bool,
     /// Keep one block of equal full ones.
     pub deduplicate: bool,
+    /// Read blocks that sequences of a step share once for all of them.
+    pub cascade: bool,
 }
 
 impl CacheConfig {
@@ -61,6 +63,7 @@ impl CacheConfig {
             host: None,
             sub_block_reuse: false,
             deduplicate: false,
+            cascade: false,
         }
     }
 
@@ -137,6 +140,20 @@ impl CacheConfig {
     #[must_use]
     pub fn with_deduplication(mut self) -> Self {
         self.deduplicate = true;
+        self
+    }
+
+    /// Lets attention read the leading blocks that sequences of a step share once for all of
+    /// them ([`cascade_attention`](crate::ops::cascade_attention)): for many sequences behind
+    /// one long prompt, whose decode steps otherwise read that prompt once each.
+    ///
+    /// Off by default, because the sums then have another order: within tolerance the answers
+    /// are the same, but their last bits depend on who shares. Windowed layers share as long
+    /// as whole contexts are within the window. Without effect on CUDA, whose kernels lack the
+    /// mask for it: a step runs there as if it were off.
+    #[must_use]
+    pub fn with_cascade(mut self) -> Self {
+        self.cascade = true;
         self
     }
 

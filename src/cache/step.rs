@@ -5,6 +5,7 @@ use super::sequence::Sequence;
 use super::state::{Group, LiveFeed, State, Undo};
 use crate::block::BlockId;
 use crate::error::{Error, Result};
+use crate::ops::Mask;
 
 const PLAN: &str = "plan";
 const COMMIT: &str = "commit";
@@ -166,6 +167,10 @@ impl State {
                     i64::from(page) * self.block_size as i64 + (position % self.block_size) as i64
                 }));
                 buffers.tables[g].push(&buffers.pages, first as u32, end, &buffers.slots)?;
+            }
+            if self.cascade {
+                let mask = Mask::causal(group.spec.window);
+                buffers.cascades[g].find(&buffers.tables[g], mask)?;
             }
         }
         Ok(())

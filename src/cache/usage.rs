@@ -55,6 +55,9 @@ pub struct Counters {
     pub partial_hits: u64,
     /// Blocks given back because equal ones were findable.
     pub deduplicated: u64,
+    /// Tokens whose K/V a [cascade](super::CacheConfig::with_cascade) did not read again, in
+    /// each layer of their group; all groups together.
+    pub cascade_tokens: u64,
     /// Sequences swapped out.
     pub swapped_out: u64,
     /// Sequences swapped in.

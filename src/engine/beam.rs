@@ -1,7 +1,9 @@
 //! Beam search: the rule by which beams live, end and are ranked.
 //!
-//! It is that of `BeamSearchScorer` in Hugging Face's transformers, step for step, so that the
-//! same model gives the same answers.
+//! It is that of `generate(num_beams=..)` in Hugging Face's transformers 5, step for step, so
+//! that the same model gives the same answers. (Its version 4 had another at the end: a search
+//! that stopped at the last step did not look at the beams still open, and the heuristic also
+//! counted a continuation that had just ended.)
 
 use std::collections::BTreeMap;
 
@@ -99,13 +101,18 @@ impl Beams {
             .first()
             .map_or(0, |&(branch, _)| generated(branch).len());
 
+        let last = length == self.max_tokens;
         let mut children = Vec::new();
         for (rank, child) in all.iter().enumerate() {
-            if self.stops.contains(&child.token) {
+            let stop = self.stops.contains(&child.token);
+            if stop || last {
                 // An end that is not among the best `width` continuations is none.
                 if rank < self.options.width {
                     let tokens = [generated(child.parent), &[child.token]].concat();
-                    let finish = FinishReason::StopToken(child.token);
+                    let finish = match stop {
+                        true => FinishReason::StopToken(child.token),
+                        false => FinishReason::Length,
+                    };
                     self.complete(tokens, child.score, finish);
                 }
             } else {
@@ -115,14 +122,11 @@ impl Beams {
                 break;
             }
         }
-        let best = all.first().map_or(f64::NEG_INFINITY, |child| child.score);
+        let best = children
+            .first()
+            .map_or(f64::NEG_INFINITY, |child| child.score);
         if self.is_over(best, length) {
             children.clear();
-        } else if length == self.max_tokens {
-            for child in children.drain(..) {
-                let tokens = [generated(child.parent), &[child.token]].concat();
-                self.complete(tokens, child.score, FinishReason::Length);
-            }
         }
         children
     }
@@ -144,6 +148,7 @@ impl Beams {
         self.done
     }
 
+    /// Whether to stop, with `best` the score of the best open beam.
     fn is_over(&self, best: f64, length: usize) -> bool {
         let Some(worst) = self.done.get(self.options.width - 1) else {
             return false;

@@ -20,7 +20,7 @@ use super::{
 };
 use crate::{
     error::{Error, Result},
-    models::{self, Decoder},
+    models::{self, Decoder, ModelSpec},
 };
 
 /// How [`from_pretrained`] loads.
@@ -30,6 +30,11 @@ pub struct LoadOptions {
     /// Compute dtype: f32, f16 or bf16. `None` is f32, and leaves the quantised matrices of a
     /// GGUF file quantised; with a dtype they are dequantised to it.
     pub dtype: Option<DType>,
+    /// Longest sequence in tokens, where it is to be less than what the model was made for.
+    /// Of a model with LongRoPE (Phi-3, Phi-4-mini) a limit within its original context also
+    /// chooses the divisors made for short texts: see
+    /// [`RopeScaling::LongRope`](crate::models::RopeScaling::LongRope).
+    pub context_length: Option<usize>,
     /// Where the weights go.
     pub device: Device,
     /// Whether a download shows a progress bar on stderr.
@@ -37,10 +42,12 @@ pub struct LoadOptions {
 }
 
 impl Default for LoadOptions {
-    /// f32 on the CPU, quantised matrices as they are, no progress bar.
+    /// f32 on the CPU, quantised matrices as they are, the model's own context length, no
+    /// progress bar.
     fn default() -> Self {
         Self {
             dtype: None,
+            context_length: None,
             device: Device::Cpu,
             progress: false,
         }
@@ -52,6 +59,19 @@ impl LoadOptions {
     pub fn with_dtype(mut self, dtype: DType) -> Self {
         self.dtype = Some(dtype);
         self
+    }
+
+    /// Limits the length of sequences; see [`LoadOptions::context_length`].
+    pub fn with_context_length(mut self, tokens: usize) -> Self {
+        self.context_length = Some(tokens);
+        self
+    }
+
+    fn limit(&self, spec: ModelSpec) -> ModelSpec {
+        match self.context_length {
+            Some(tokens) => spec.with_context_length(tokens),
+            None => spec,
+        }
     }
 
     /// Sets the device of the weights.
@@ -84,7 +104,7 @@ pub struct Pretrained {
 }
 
 /// Ends of a turn. Older files name only the end of a *text* as their EOS.
-const CHAT_ENDS: [&str; 2] = ["<|im_end|>", "<|eot_id|>"];
+const CHAT_ENDS: [&str; 4] = ["<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>"];
 
 /// Loads a model from a GGUF file, a folder that holds one, a folder with `config.json`,
 /// `tokenizer.json` and safetensors, or (feature `hub`) by its hub id `owner/name`. What is on
@@ -162,7 +182,7 @@ fn only_gguf(folder: &Path) -> Result<PathBuf> {
 fn from_gguf(path: &Path, options: &LoadOptions) -> Result<Pretrained> {
     let file = GgufFile::open(path)?;
     let place = path.display().to_string();
-    let spec = models::spec_from_gguf(file.metadata(), &place)?;
+    let spec = options.limit(models::spec_from_gguf(file.metadata(), &place)?);
     let tokenizer = tokenizer::from_gguf(&file)?;
     let chat_template = ChatTemplate::from_gguf(&file)?;
     let mut ends = BTreeSet::new();
@@ -179,7 +199,10 @@ fn from_gguf(path: &Path, options: &LoadOptions) -> Result<Pretrained> {
 fn from_folder(folder: &Path, options: &LoadOptions) -> Result<Pretrained> {
     let config_path = folder.join("config.json");
     let config: Value = json::read(&config_path)?;
-    let spec = models::spec_from_hf(&config, &config_path.display().to_string())?;
+    let spec = options.limit(models::spec_from_hf(
+        &config,
+        &config_path.display().to_string(),
+    )?);
     let tokenizer_path = folder.join("tokenizer.json");
     if !tokenizer_path.exists() {
         return Err(Error::Missing {

@@ -6,13 +6,11 @@ use tokenizers::{
     AddedToken, Tokenizer,
     decoders::byte_level::ByteLevel as ByteLevelDecoder,
     models::bpe::BPE,
-    pre_tokenizers::{
-        PreTokenizerWrapper, byte_level::ByteLevel, digits::Digits, sequence::Sequence,
-    },
     processors::template::{SpecialToken, TemplateProcessing},
 };
 
 use super::gguf::{GgufFile, integer};
+use super::splitting;
 use crate::error::{Error, Result};
 
 /// Reads a `tokenizer.json`.
@@ -32,7 +30,8 @@ pub fn from_file(path: impl AsRef<Path>) -> Result<Tokenizer> {
 /// parsed; encoding with `add_special_tokens` adds the BOS and EOS tokens that the file asks
 /// for, and none otherwise.
 ///
-/// Byte-level BPE (`tokenizer.ggml.model = gpt2`) with the splitting rule `smollm` or `gpt-2`.
+/// Byte-level BPE (`tokenizer.ggml.model = gpt2`) with the splitting rules of Llama 3, Qwen,
+/// GPT-2, GPT-4o, StarCoder, SmolLM and those that share them.
 ///
 /// # Errors
 /// [`Error::Unsupported`] for another model or splitting rule: a rule that is merely close
@@ -47,38 +46,21 @@ pub fn from_gguf(file: &GgufFile) -> Result<Tokenizer> {
             supported: "`gpt2` (byte-level BPE)".into(),
         });
     }
-    let split = splitting_rule(file)?;
+    let rule = splitting::rule(file.string("tokenizer.ggml.pre")?, &file.place())?;
     let tokens = file.strings("tokenizer.ggml.tokens")?;
-    let mut tokenizer = Tokenizer::new(bpe(file, &tokens)?);
-    tokenizer.with_pre_tokenizer(Some(split));
+    let mut tokenizer = Tokenizer::new(bpe(file, &tokens, rule.ignore_merges)?);
+    tokenizer.with_pre_tokenizer(Some(rule.split));
     tokenizer.with_decoder(Some(ByteLevelDecoder::default()));
     tokenizer
         .add_special_tokens(special_tokens(file, &tokens)?)
         .map_err(|e| file.bad(format!("special tokens: {e}")))?;
-    if let Some(template) = bos_and_eos(file, &tokens)? {
+    if let Some(template) = bos_and_eos(file, &tokens, rule.add_bos)? {
         tokenizer.with_post_processor(Some(template));
     }
     Ok(tokenizer)
 }
 
-/// How text is cut into words before the merges. The names are llama.cpp's (`src/llama-vocab.cpp`),
-/// each of which stands for a list of regular expressions applied one after the other:
-/// `smollm` is `\p{N}`, then GPT-2's; `gpt-2` is GPT-2's alone. The regular expression of
-/// [`ByteLevel`] is GPT-2's, and `char::is_numeric`, by which [`Digits`] splits, is `\p{N}`.
-fn splitting_rule(file: &GgufFile) -> Result<PreTokenizerWrapper> {
-    let gpt2 = ByteLevel::new(false, true, true);
-    match file.string("tokenizer.ggml.pre")? {
-        "smollm" => Ok(Sequence::new(vec![Digits::new(true).into(), gpt2.into()]).into()),
-        "gpt-2" => Ok(gpt2.into()),
-        other => Err(Error::Unsupported {
-            what: "pre-tokenizer",
-            got: format!("`{other}` in {}", file.path().display()),
-            supported: "`smollm`, `gpt-2`".into(),
-        }),
-    }
-}
-
-fn bpe(file: &GgufFile, tokens: &[&str]) -> Result<BPE> {
+fn bpe(file: &GgufFile, tokens: &[&str], ignore_merges: bool) -> Result<BPE> {
     let vocab: tokenizers::models::bpe::Vocab = (0u32..)
         .zip(tokens)
         .map(|(id, token)| (token.to_string(), id))
@@ -102,6 +84,7 @@ fn bpe(file: &GgufFile, tokens: &[&str]) -> Result<BPE> {
         .collect::<Result<_>>()?;
     BPE::builder()
         .vocab_and_merges(vocab, merges)
+        .ignore_merges(ignore_merges)
         .build()
         .map_err(|e| file.bad(format!("tokenizer.ggml.merges: {e}")))
 }
@@ -135,13 +118,18 @@ fn special_tokens(file: &GgufFile, tokens: &[&str]) -> Result<Vec<AddedToken>> {
         .collect())
 }
 
-/// Puts BOS before and EOS after a text, each only if the file says so.
-fn bos_and_eos(file: &GgufFile, tokens: &[&str]) -> Result<Option<TemplateProcessing>> {
+/// Puts BOS before and EOS after a text, each only if the file says so; BOS also if `add_bos`
+/// and the file says nothing.
+fn bos_and_eos(
+    file: &GgufFile,
+    tokens: &[&str],
+    add_bos: bool,
+) -> Result<Option<TemplateProcessing>> {
     let mut specials = Vec::new();
     let mut single = vec!["$A"];
     for name in ["bos", "eos"] {
         let wanted = file.optional(&format!("tokenizer.ggml.add_{name}_token"), GgufFile::bool)?;
-        if wanted != Some(true) {
+        if !wanted.unwrap_or(add_bos && name == "bos") {
             continue;
         }
         let key = format!("tokenizer.ggml.{name}_token_id");

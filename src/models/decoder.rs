@@ -6,7 +6,8 @@ use super::CausalLm;
 use super::layers::{AttentionLayer, FeedForwardLayer, Loader, NormLayer};
 use super::linear::{Embedding, Linear};
 use super::rope::{Angles, Rope};
-use super::spec::{LayerSpec, ModelSpec, Presence, RopeSpec};
+use super::rope_spec::{LongRopeDivisors, RopeScaling, RopeSpec};
+use super::spec::{LayerSpec, ModelSpec, Presence};
 use super::weights::WeightSource;
 use crate::cache::{CacheSpec, StepPlan};
 use crate::error::{Error, Result};
@@ -34,9 +35,13 @@ struct Layer {
     attention_norm: NormLayer,
     attention: AttentionLayer,
     /// Index into [`Decoder::ropes`].
-    rope: usize,
+    rope: Option<usize>,
+    after_attention_norm: NormLayer,
     feed_forward_norm: NormLayer,
     feed_forward: FeedForwardLayer,
+    after_feed_forward_norm: NormLayer,
+    parallel: bool,
+    residual_scale: f64,
 }
 
 impl Decoder {
@@ -79,33 +84,27 @@ impl Decoder {
         let (embedding, head) = if tied {
             Embedding::with_head(embedding, dtype, device)?
         } else {
-            let head = loader.matrix(names.head, spec.vocab, spec.hidden)?;
-            let head = Linear::new(head, None, dtype, device)?;
+            let head = loader.linear(names.head, spec.vocab, spec.hidden, spec.head_bias)?;
             (Embedding::new(embedding, dtype, device)?, head)
         };
         let mut kinds: Vec<&RopeSpec> = Vec::new();
         let mut layers = Vec::with_capacity(spec.layers.len());
         for (number, layer) in spec.layers.iter().enumerate() {
-            let rope = &layer.attention.rope;
-            let index = kinds.iter().position(|kind| *kind == rope);
-            let index = index.unwrap_or_else(|| {
-                kinds.push(rope);
-                kinds.len() - 1
+            let rope = layer.attention.rope.as_ref();
+            let index = rope.map(|rope| {
+                let known = kinds.iter().position(|kind| *kind == rope);
+                known.unwrap_or_else(|| {
+                    kinds.push(rope);
+                    kinds.len() - 1
+                })
             });
             layers.push(Layer::load(&loader, number, layer, index)?);
         }
         let ropes = kinds
             .into_iter()
-            .map(|kind| {
-                let name = format!("{}.weight", names.rope_divisors);
-                let divisors = loader
-                    .optional(&name, &[kind.dim / 2], spec.rope_divisors)?
-                    .map(|divisors| divisors.to_vec1::<f32>())
-                    .transpose()?;
-                Ok(Rope::new(kind, divisors.as_deref()))
-            })
+            .map(|kind| load_rope(&loader, &spec, kind))
             .collect::<Result<_>>()?;
-        let final_norm = NormLayer::load(&loader, names.final_norm, spec.final_norm)?;
+        let final_norm = NormLayer::load(&loader, names.final_norm, spec.final_norm, spec.hidden)?;
         Ok(Self {
             device: device.clone(),
             embedding,
@@ -157,7 +156,7 @@ impl Decoder {
             .iter()
             .map(|rope| Ok(rope.angles(plan.positions(), &self.device)?))
             .collect::<Result<Vec<_>>>()?;
-        let mut x = self.embedding.forward(tokens)?;
+        let mut x = times(self.embedding.forward(tokens)?, self.spec.embedding_scale)?;
         for (number, layer) in self.layers.iter().enumerate() {
             x = layer.forward(number, &x, &angles, plan)?;
         }
@@ -173,19 +172,68 @@ impl Decoder {
             x = x.index_select(&Tensor::new(wanted, &self.device)?, 0)?;
         }
         let x = self.final_norm.forward(&x.to_dtype(DType::F32)?)?;
-        self.head.forward(&x)
+        let logits = times(self.head.forward(&x)?, self.spec.logit_scale)?;
+        Ok(match self.spec.logit_softcap {
+            Some(cap) => ((logits / cap)?.tanh()? * cap)?,
+            None => logits,
+        })
     }
 }
 
+/// The frequencies of `rope`, with the divisors that the checkpoint holds for them.
+fn load_rope(loader: &Loader<'_>, spec: &ModelSpec, rope: &RopeSpec) -> Result<Rope> {
+    let names = loader.names;
+    let (name, presence) = match &rope.scaling {
+        RopeScaling::LongRope {
+            divisors: LongRopeDivisors::Stored,
+            original_context,
+            ..
+        } if spec.context_length > *original_context => (names.rope_long, Presence::Always),
+        RopeScaling::LongRope {
+            divisors: LongRopeDivisors::Stored,
+            ..
+        } => (names.rope_short, Presence::Always),
+        _ => (names.rope_divisors, spec.rope_divisors),
+    };
+    let divisors = loader
+        .optional(&format!("{name}.weight"), &[rope.dim / 2], presence)?
+        .map(|divisors| divisors.to_vec1::<f32>())
+        .transpose()?;
+    Ok(Rope::new(rope, spec.context_length, divisors.as_deref()))
+}
+
+/// `x · factor`, and x itself for the factor that most models have.
+fn times(x: Tensor, factor: f64) -> Result<Tensor> {
+    if factor == 1.0 {
+        return Ok(x);
+    }
+    Ok((x * factor)?)
+}
+
 impl Layer {
-    fn load(loader: &Loader<'_>, number: usize, spec: &LayerSpec, rope: usize) -> Result<Self> {
-        let norm = |name, norm| NormLayer::load(loader, &loader.names.in_layer(number, name), norm);
+    fn load(
+        loader: &Loader<'_>,
+        number: usize,
+        spec: &LayerSpec,
+        rope: Option<usize>,
+    ) -> Result<Self> {
+        let names = loader.names;
+        let norm = |name, norm| {
+            NormLayer::load(loader, &names.in_layer(number, name), norm, loader.hidden)
+        };
         Ok(Self {
-            attention_norm: norm(loader.names.attention_norm, spec.attention_norm)?,
+            attention_norm: norm(names.attention_norm, spec.attention_norm)?,
             attention: AttentionLayer::load(loader, number, &spec.attention)?,
             rope,
-            feed_forward_norm: norm(loader.names.feed_forward_norm, spec.feed_forward_norm)?,
+            after_attention_norm: norm(names.after_attention_norm, spec.after_attention_norm)?,
+            feed_forward_norm: norm(names.feed_forward_norm, spec.feed_forward_norm)?,
             feed_forward: FeedForwardLayer::load(loader, number, &spec.feed_forward)?,
+            after_feed_forward_norm: norm(
+                names.after_feed_forward_norm,
+                spec.after_feed_forward_norm,
+            )?,
+            parallel: spec.parallel,
+            residual_scale: spec.residual_scale,
         })
     }
 
@@ -197,12 +245,18 @@ impl Layer {
         plan: &StepPlan,
     ) -> Result<Tensor> {
         let normed = self.attention_norm.forward(x)?;
-        let attended = self
-            .attention
-            .forward(number, &normed, &angles[self.rope], plan)?;
-        let x = (x + attended)?;
-        let normed = self.feed_forward_norm.forward(&x)?;
-        Ok((&x + self.feed_forward.forward(&normed)?)?)
+        let angles = self.rope.map(|rope| &angles[rope]);
+        let attended = self.attention.forward(number, &normed, angles, plan)?;
+        let attended = self.after_attention_norm.forward(&attended)?;
+        let x = (x + times(attended, self.residual_scale)?)?;
+        let normed = if self.parallel {
+            normed
+        } else {
+            self.feed_forward_norm.forward(&x)?
+        };
+        let fed = self.feed_forward.forward(&normed)?;
+        let fed = self.after_feed_forward_norm.forward(&fed)?;
+        Ok((x + times(fed, self.residual_scale)?)?)
     }
 }
 

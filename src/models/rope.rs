@@ -5,11 +5,13 @@
 //! tokens, and nothing that a 16-bit model could round. A step of 512 rows and head dimension
 //! 64 takes 16,384 sines, half a millisecond, once for all layers.
 
+use std::f64::consts::TAU;
+
 use candle_core::{CpuStorage, CustomOp3, DType, Device, Layout, Result, Shape, Tensor};
 use half::{bf16, f16};
 
+use super::rope_spec::{LongRopeDivisors, RopePairs, RopeScaling, RopeSpec};
 use super::rowwise::{Element, Rows, build_rows, with_adjacent_columns};
-use super::spec::{RopePairs, RopeScaling, RopeSpec};
 
 /// The frequencies of one [`RopeSpec`].
 #[derive(Debug, Clone)]
@@ -17,6 +19,8 @@ pub(super) struct Rope {
     /// Radians per position of each pair, `[dim / 2]`.
     frequencies: Vec<f64>,
     pairs: RopePairs,
+    /// Factor of every cosine and sine.
+    factor: f64,
 }
 
 /// Cosine and sine of every angle of one step.
@@ -30,27 +34,46 @@ pub(super) struct Angles {
 }
 
 impl Rope {
-    /// `divisors`, `[dim / 2]`, divide the frequencies on top of the spec's own scaling.
-    pub(super) fn new(spec: &RopeSpec, divisors: Option<&[f32]>) -> Self {
+    /// The rope of a model that runs up to `context` tokens. `divisors`, `[dim / 2]`, divide
+    /// the frequencies on top of the spec's own scaling.
+    pub(super) fn new(spec: &RopeSpec, context: usize, divisors: Option<&[f32]>) -> Self {
         let frequencies = (0..spec.dim / 2)
             .map(|i| {
-                let plain = spec.base.powf(-2.0 * i as f64 / spec.dim as f64);
                 let divisor = divisors
                     .and_then(|divisors| divisors.get(i))
                     .map_or(1.0, |&divisor| f64::from(divisor));
-                scaled(plain, spec.scaling) / divisor
+                scaled(spec, context, i) / divisor
             })
             .collect();
         Self {
             frequencies,
             pairs: spec.pairs,
+            factor: match spec.scaling {
+                RopeScaling::Yarn {
+                    attention_factor, ..
+                }
+                | RopeScaling::LongRope {
+                    attention_factor, ..
+                } => attention_factor,
+                _ => 1.0,
+            },
         }
     }
 
     /// The angles of rows at `positions`.
     pub(super) fn angles(&self, positions: &[u32], device: &Device) -> Result<Angles> {
         let shape = (positions.len(), self.frequencies.len());
-        let (sin, cos): (Vec<f32>, Vec<f32>) = positions
+        let (sin, cos): (Vec<f32>, Vec<f32>) = self.table(positions).into_iter().unzip();
+        Ok(Angles {
+            cos: Tensor::from_vec(cos, shape, device)?,
+            sin: Tensor::from_vec(sin, shape, device)?,
+            pairs: self.pairs,
+        })
+    }
+
+    /// Sine and cosine of every angle, position by position.
+    pub(super) fn table(&self, positions: &[u32]) -> Vec<(f32, f32)> {
+        positions
             .iter()
             .flat_map(|&position| {
                 self.frequencies
@@ -59,33 +82,78 @@ impl Rope {
             })
             .map(|angle| {
                 let (sin, cos) = angle.sin_cos();
-                (sin as f32, cos as f32)
+                ((sin * self.factor) as f32, (cos * self.factor) as f32)
             })
-            .unzip();
-        Ok(Angles {
-            cos: Tensor::from_vec(cos, shape, device)?,
-            sin: Tensor::from_vec(sin, shape, device)?,
-            pairs: self.pairs,
-        })
+            .collect()
+    }
+
+    /// Frequencies and factor.
+    #[cfg(test)]
+    pub(super) fn into_parts(self) -> (Vec<f64>, f64) {
+        (self.frequencies, self.factor)
     }
 }
 
-fn scaled(frequency: f64, scaling: RopeScaling) -> f64 {
-    match scaling {
-        RopeScaling::None => frequency,
-        RopeScaling::Linear { factor } => frequency / factor,
+/// The frequency of pair `i`, without divisors from the checkpoint.
+fn scaled(spec: &RopeSpec, context: usize, i: usize) -> f64 {
+    let plain = spec.base.powf(-2.0 * i as f64 / spec.dim as f64);
+    match &spec.scaling {
+        RopeScaling::None => plain,
+        RopeScaling::Linear { factor } => plain / factor,
         RopeScaling::Llama3 {
             factor,
             low_freq_factor,
             high_freq_factor,
             original_context,
         } => {
-            let turns = original_context as f64 * frequency / std::f64::consts::TAU;
+            let turns = *original_context as f64 * plain / TAU;
             let keep = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor);
-            let keep = keep.clamp(0.0, 1.0);
-            frequency * (keep + (1.0 - keep) / factor)
+            blend(plain, *factor, keep)
         }
+        RopeScaling::Yarn {
+            factor,
+            original_context,
+            beta_fast,
+            beta_slow,
+            truncate,
+            ..
+        } => {
+            // The number of the pair, as a real one, that makes so many turns.
+            let pair_of = |turns: f64| {
+                let wavelength = *original_context as f64 / (turns * TAU);
+                spec.dim as f64 * wavelength.ln() / (2.0 * spec.base.ln())
+            };
+            let (mut first, mut last) = (pair_of(*beta_fast), pair_of(*beta_slow));
+            if *truncate {
+                (first, last) = (first.floor(), last.ceil());
+            }
+            let first = first.max(0.0);
+            let last = last.min(spec.dim as f64 - 1.0);
+            // As transformers: without it an empty blend would divide by 0.
+            let width = if first == last { 0.001 } else { last - first };
+            blend(plain, *factor, 1.0 - (i as f64 - first) / width)
+        }
+        RopeScaling::LongRope {
+            divisors,
+            original_context,
+            ..
+        } => match divisors {
+            LongRopeDivisors::Stored => plain,
+            LongRopeDivisors::Listed { short, long } => {
+                let long_list = context > *original_context;
+                plain / if long_list { long[i] } else { short[i] }
+            }
+        },
+        RopeScaling::Proportional { turned, factor } if i < *turned => plain / factor,
+        RopeScaling::Proportional { .. } => 0.0,
     }
+}
+
+/// Between `frequency / factor`, where `keep` is 0 or less, and `frequency`, where it is 1 or
+/// more.
+fn blend(frequency: f64, factor: f64, keep: f64) -> f64 {
+    let keep = keep.clamp(0.0, 1.0);
+    frequency * (keep + (1.0 - keep) / factor)
 }
 
 impl Angles {
@@ -212,6 +280,7 @@ fn turn_neighbours<T: Element>(x: &[T], out: &mut [T], cos: &[f32], sin: &[f32])
 mod tests {
     use super::*;
 
+    const CONTEXT: usize = 131_072;
     const LLAMA3: RopeScaling = RopeScaling::Llama3 {
         factor: 32.0,
         low_freq_factor: 1.0,
@@ -252,6 +321,7 @@ mod tests {
                     (1.0 - smooth) * plain / factor + smooth * plain
                 }
             }
+            ref other => unreachable!("{other:?} is tested in families"),
         }
     }
 
@@ -285,7 +355,7 @@ mod tests {
         ] {
             let spec = spec(128, RopePairs::Halves, scaling);
             let positions = [15_962, 0, 131_071];
-            let angles = Rope::new(&spec, None).angles(&positions, &Device::Cpu)?;
+            let angles = Rope::new(&spec, CONTEXT, None).angles(&positions, &Device::Cpu)?;
             assert_eq!(angles.cos.dtype(), DType::F32);
             let (cos, sin) = (angles.cos.to_vec2::<f32>()?, angles.sin.to_vec2::<f32>()?);
             for (row, position) in positions.into_iter().enumerate() {
@@ -306,7 +376,7 @@ mod tests {
     #[test]
     fn c18_a_bf16_row_is_turned_in_f32() -> Result<()> {
         let spec = spec(64, RopePairs::Halves, RopeScaling::None);
-        let angles = Rope::new(&spec, None).angles(&[15_962], &Device::Cpu)?;
+        let angles = Rope::new(&spec, CONTEXT, None).angles(&[15_962], &Device::Cpu)?;
         let x = values(1, 128)?.to_dtype(DType::BF16)?;
         let got = angles.apply(&x, 2)?;
         assert_eq!(got.dtype(), DType::BF16);
@@ -348,7 +418,8 @@ mod tests {
             let columns = heads * dim;
             let wide = values(rows, columns + 24)?;
             let x = wide.narrow(1, 8, columns)?;
-            let angles = Rope::new(&spec, Some(&divisors)).angles(&positions, &Device::Cpu)?;
+            let angles =
+                Rope::new(&spec, CONTEXT, Some(&divisors)).angles(&positions, &Device::Cpu)?;
             for got in [angles.apply(&x, heads)?, angles.apply_portable(&x, heads)?] {
                 assert_eq!(got.dims(), [rows, heads, dim]);
                 assert!(got.is_contiguous());

@@ -62,15 +62,10 @@ pub fn paged_attention(
     table: &PageTable,
     options: &AttentionOptions,
 ) -> Result<Tensor> {
-    const OP: &str = "paged_attention";
-    check::attention(OP, q, (k_cache, v_cache), table, options)?;
     if !has_kernels(q.device()) {
-        check::contiguous(OP, "k_cache", k_cache)?;
-        check::contiguous(OP, "v_cache", v_cache)?;
-        return Ok(portable::attend(q, (k_cache, v_cache), table, options)?
-            .out
-            .to_dtype(q.dtype())?);
+        return portable::paged_attention(q, k_cache, v_cache, table, options);
     }
+    check::attention("paged_attention", q, (k_cache, v_cache), table, options)?;
     let op = PagedAttention {
         table,
         options,
@@ -92,14 +87,10 @@ pub fn paged_attention_state(
     table: &PageTable,
     options: &AttentionOptions,
 ) -> Result<AttnState> {
-    const OP: &str = "paged_attention_state";
-    check::attention(OP, q, (k_cache, v_cache), table, options)?;
-    check::no_sinks(OP, options)?;
     if !has_kernels(q.device()) {
-        check::contiguous(OP, "k_cache", k_cache)?;
-        check::contiguous(OP, "v_cache", v_cache)?;
-        return portable::attend(q, (k_cache, v_cache), table, options);
+        return portable::paged_attention_state(q, k_cache, v_cache, table, options);
     }
+    check::state(q, (k_cache, v_cache), table, options)?;
     let op = PagedAttention {
         table,
         options,

@@ -223,15 +223,49 @@ pub(crate) fn write(
 pub(crate) fn attention(
     op: &'static str,
     q: &Tensor,
-    (k_cache, v_cache): (&Tensor, &Tensor),
+    caches: (&Tensor, &Tensor),
     page_table: &PageTable,
     options: &AttentionOptions,
 ) -> Result<()> {
+    let shape = queries(op, q, caches, page_table.num_rows(), options)?;
+    table(op, page_table, shape)?;
+    visible_pages(op, page_table, options.mask)
+}
+
+/// Arguments of `paged_attention_state`. Sinks enter once, at the final normalisation: a partial
+/// state must not contain them.
+pub(crate) fn state(
+    q: &Tensor,
+    caches: (&Tensor, &Tensor),
+    page_table: &PageTable,
+    options: &AttentionOptions,
+) -> Result<()> {
+    const OP: &str = "paged_attention_state";
+    attention(OP, q, caches, page_table, options)?;
+    match &options.sinks {
+        None => Ok(()),
+        Some(sinks) => Err(invalid(
+            OP,
+            "sinks",
+            "none: a partial state is normalised without them",
+            format!("{} sinks", sinks.len()),
+        )),
+    }
+}
+
+/// What attention of `rows` queries demands whatever the table. Answers the shape of the K
+/// cache.
+pub(crate) fn queries(
+    op: &'static str,
+    q: &Tensor,
+    (k_cache, v_cache): (&Tensor, &Tensor),
+    rows: usize,
+    options: &AttentionOptions,
+) -> Result<CacheShape> {
     let (k_shape, _) = caches(op, k_cache, v_cache)?;
-    table(op, page_table, k_shape)?;
-    let expected = format!("[{}, heads, {}]", page_table.num_rows(), k_shape.dim);
-    let (rows, heads, dim) = dims3(op, "q", q, &expected)?;
-    if rows != page_table.num_rows() || dim != k_shape.dim {
+    let expected = format!("[{rows}, heads, {}]", k_shape.dim);
+    let (q_rows, heads, dim) = dims3(op, "q", q, &expected)?;
+    if q_rows != rows || dim != k_shape.dim {
         return Err(Error::Shape {
             op,
             tensor: "q".into(),
@@ -256,8 +290,11 @@ pub(crate) fn attention(
         });
     }
     same_device(op, "q", q, k_cache)?;
+    if options.mask == Mask::Full && q.device().is_cuda() {
+        return Err(invalid(op, "mask", "a causal one on CUDA", "Full".into()));
+    }
     self::options(op, options, heads)?;
-    visible_pages(op, page_table, options.mask)
+    Ok(k_shape)
 }
 
 fn options(op: &'static str, options: &AttentionOptions, heads: usize) -> Result<()> {
@@ -310,7 +347,7 @@ fn visible_pages(op: &'static str, table: &PageTable, mask: Mask) -> Result<()> 
         if rows == 0 || len == 0 {
             continue;
         }
-        let first = mask.first_key(len.saturating_sub(rows));
+        let first = mask.keys(len.saturating_sub(rows) as i64, len).start;
         if first < listed {
             return Err(Error::PageTable {
                 op,
@@ -428,17 +465,4 @@ pub(crate) fn sequence(op: &'static str, table: &PageTable, seq: usize) -> Resul
         format!("below the {} sequences of the table", table.num_seqs()),
         seq.to_string(),
     ))
-}
-
-/// Sinks enter once, at the final normalisation: a partial state must not contain them.
-pub(crate) fn no_sinks(op: &'static str, options: &AttentionOptions) -> Result<()> {
-    match &options.sinks {
-        None => Ok(()),
-        Some(sinks) => Err(invalid(
-            op,
-            "sinks",
-            "none: a partial state is normalised without them",
-            format!("{} sinks", sinks.len()),
-        )),
-    }
 }

@@ -9,7 +9,7 @@
 //! How attention is cut (`kernels/problem.cuh` has the same rules on the device side). A
 //! *pair* is one query row and one query head; the pairs of a sequence and a KV head are
 //! numbered `row * group + head % group`, so that one read of K/V serves all heads of a group
-//! (up to 16; 8 or 4 without tensor cores; more heads take more blocks side by side).
+//! (up to 32; more heads take more blocks side by side).
 //! - A sequence with 1 row, or with at most [`STREAM_PAIRS`] pairs per KV head, is *streamed*:
 //!   its visible keys are cut into chunks ([`chunk_keys`]), one block each, and `reduce` merges
 //!   the chunks. Chunks of sequence `s` have the slots from `indptr[s] * block_size / 256 + s`
@@ -37,7 +37,7 @@ const THREADS: u32 = 128;
 
 /// Keys per chunk of a streamed sequence in which `keys` keys are visible.
 pub fn chunk_keys(keys: usize) -> usize {
-    if keys < 4096 { CHUNK } else { 2 * CHUNK }
+    if keys <= 8192 { CHUNK } else { 2 * CHUNK }
 }
 
 /// Element type of a tensor.
@@ -287,6 +287,7 @@ pub fn kernels() -> Vec<String> {
         if cache != Element::F32 {
             names.extend([64, 128, 256].map(|d| format!("prefill_mma_{name}_d{d}")));
             names.extend([64, 128, 256].map(|d| format!("decode_mma_{name}_d{d}")));
+            names.extend([64, 128, 256].map(|d| format!("decode_mma_wide_{name}_d{d}")));
         }
     }
     names

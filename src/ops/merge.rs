@@ -75,6 +75,14 @@ pub fn merge_states(a: &AttnState, b: &AttnState) -> Result<AttnState> {
     })
 }
 
+/// The output of a state of which sinks (one logit per head) take their share. Every row must
+/// have a key.
+pub(super) fn take_sinks(state: &AttnState, sinks: &[f32]) -> Result<Tensor> {
+    let sinks = Tensor::from_slice(sinks, (1, sinks.len()), state.lse.device())?;
+    let taken = sinks.broadcast_sub(&state.lse)?.exp()?;
+    Ok(state.out.broadcast_div(&(taken + 1.0)?.unsqueeze(2)?)?)
+}
+
 #[cfg(feature = "cuda")]
 struct MergeStates;
 

@@ -5,6 +5,7 @@
 //! kernel of the device: `cpu`, `cuda`, or [`portable`] where there is no kernel.
 
 mod attention;
+mod cascade;
 mod check;
 mod copy;
 mod cpu;
@@ -22,6 +23,7 @@ pub mod resident;
 mod write;
 
 pub use attention::{AttnState, paged_attention, paged_attention_state};
+pub use cascade::{Cascade, cascade_attention};
 pub use copy::copy_blocks;
 pub(crate) use device::{check_stream, free_memory};
 pub use gather::gather_kv;

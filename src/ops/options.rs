@@ -1,8 +1,9 @@
 //! What one layer's attention computes, apart from its tensors.
 
+use std::ops::Range;
 use std::sync::Arc;
 
-/// Which keys a query may see. Both forms are bottom-right causal: the last query of a
+/// Which keys a query may see. The causal forms are aligned bottom-right: the last query of a
 /// sequence stands at its last token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
@@ -13,14 +14,28 @@ pub enum Mask {
     /// The last `n` keys up to and *including the query itself* (as in Mistral's reference
     /// code: a window of 1 sees the query's own key alone). At least 1.
     CausalWindow(usize),
+    /// Every key of the sequence, wherever the query stands. ALiBi goes by positions all the
+    /// same. Not on CUDA.
+    Full,
 }
 
 impl Mask {
-    /// First key that a query at position `pos` sees.
-    pub(crate) fn first_key(self, pos: usize) -> usize {
+    /// The causal mask of a layer with this window.
+    pub(crate) fn causal(window: Option<usize>) -> Self {
+        window.map_or(Self::Causal, Self::CausalWindow)
+    }
+
+    /// Keys that a query at `position` sees of a context of `len` tokens; under a causal mask a
+    /// query before the first token (more queries than tokens) sees none.
+    #[inline]
+    pub(crate) fn keys(self, position: i64, len: usize) -> Range<usize> {
+        let Ok(past) = usize::try_from(position.saturating_add(1)) else {
+            return 0..if self == Self::Full { len } else { 0 };
+        };
         match self {
-            Self::Causal => 0,
-            Self::CausalWindow(window) => (pos + 1).saturating_sub(window),
+            Self::Full => 0..len,
+            Self::Causal => 0..past.min(len),
+            Self::CausalWindow(window) => past.saturating_sub(window)..past.min(len),
         }
     }
 }

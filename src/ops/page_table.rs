@@ -1,5 +1,8 @@
 //! The index arrays that every op takes.
 
+use candle_core::Device;
+
+use super::resident::Placement;
 use crate::error::{Error, Result};
 
 /// Which pages hold the context of each sequence of a batch, which rows of the batch are its
@@ -195,6 +198,12 @@ impl PageTable {
         self.on_device.outdate();
     }
 
+    /// As [`clear`](Self::clear), for pages of a block size that another table has.
+    pub(super) fn restart(&mut self, block_size: usize) {
+        self.clear();
+        self.block_size = block_size;
+    }
+
     /// Makes room for `pages` listed pages and `rows` query rows, so that filling the table
     /// up to there allocates nothing.
     pub(crate) fn reserve(&mut self, sequences: usize, pages: usize, rows: usize) {
@@ -273,6 +282,28 @@ impl PageTable {
     /// The query rows of sequence `seq`, which must be one of the table's.
     pub(crate) fn rows(&self, seq: usize) -> std::ops::Range<usize> {
         self.query_offsets[seq] as usize..self.query_offsets[seq + 1] as usize
+    }
+
+    /// Copies the arrays to the memory of `device` now, if they have changed since the last op
+    /// there, and not with the next op. A replay of a captured CUDA graph needs that before it:
+    /// the graph repeats the launches it saw, on what the arrays hold then.
+    ///
+    /// Returns where the ops find them, `None` for a device whose ops read the table itself (any
+    /// but a CUDA device). A graph may be replayed while this equals what it was after the
+    /// capture; else buffers have moved or the batch passes the grids, and the step has to be
+    /// captured anew. The options of the captured calls must live as long as the graph, which
+    /// reads their slopes and sinks. Cost: one copy of the arrays.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for a CUDA device on the per-thread default stream; errors of
+    /// the device.
+    pub fn upload(&self, device: &Device) -> Result<Option<Placement>> {
+        #[cfg(feature = "cuda")]
+        if let Device::Cuda(cuda) = device {
+            return super::cuda::upload(self, cuda).map(Some);
+        }
+        let _ = device;
+        Ok(None)
     }
 
     /// Its arrays in the memory of a GPU.

@@ -7,6 +7,7 @@
 
 use candle_core::{DType, Device, Tensor};
 
+use super::cascade::{self, Cascade};
 use super::merge::{finite_or_zero, one_if_zero};
 use super::{AttentionOptions, AttnState, PageTable, check};
 use crate::error::Result;
@@ -47,9 +48,7 @@ pub fn paged_attention(
 ) -> Result<Tensor> {
     const OP: &str = "paged_attention";
     check::attention(OP, q, (k_cache, v_cache), table, options)?;
-    check::contiguous(OP, "k_cache", k_cache)?;
-    check::contiguous(OP, "v_cache", v_cache)?;
-    let state = attend(q, (k_cache, v_cache), table, options)?;
+    let state = attend(OP, q, (k_cache, v_cache), table, options)?;
     Ok(state.out.to_dtype(q.dtype())?)
 }
 
@@ -65,12 +64,30 @@ pub fn paged_attention_state(
     table: &PageTable,
     options: &AttentionOptions,
 ) -> Result<AttnState> {
-    const OP: &str = "paged_attention_state";
-    check::attention(OP, q, (k_cache, v_cache), table, options)?;
-    check::no_sinks(OP, options)?;
-    check::contiguous(OP, "k_cache", k_cache)?;
-    check::contiguous(OP, "v_cache", v_cache)?;
-    attend(q, (k_cache, v_cache), table, options)
+    check::state(q, (k_cache, v_cache), table, options)?;
+    attend(
+        "paged_attention_state",
+        q,
+        (k_cache, v_cache),
+        table,
+        options,
+    )
+}
+
+/// [`cascade_attention`](super::cascade_attention) from the two ops above.
+///
+/// # Errors
+/// Those of [`cascade_attention`](super::cascade_attention), and for a cache that is not
+/// contiguous.
+pub fn cascade_attention(
+    q: &Tensor,
+    k_cache: &Tensor,
+    v_cache: &Tensor,
+    cascade: &Cascade,
+    options: &AttentionOptions,
+) -> Result<Tensor> {
+    let ops = (paged_attention as _, paged_attention_state as _);
+    cascade::compose(ops, q, (k_cache, v_cache), cascade, options)
 }
 
 /// [`copy_blocks`](super::copy_blocks) by `slice_set`.
@@ -165,13 +182,17 @@ pub(super) fn gather(cache: &Tensor, table: &PageTable, seq: usize) -> Result<Te
         .contiguous()?)
 }
 
-/// Attention of checked arguments; `out` includes the sinks, if any, `lse` does not.
-pub(super) fn attend(
+/// Attention of arguments that a kernel would take; `out` includes the sinks, if any, `lse`
+/// does not.
+fn attend(
+    op: &'static str,
     q: &Tensor,
     (k_cache, v_cache): (&Tensor, &Tensor),
     table: &PageTable,
     options: &AttentionOptions,
 ) -> Result<AttnState> {
+    check::contiguous(op, "k_cache", k_cache)?;
+    check::contiguous(op, "v_cache", v_cache)?;
     let (_, heads, _) = q.dims3()?;
     let (_, block_size, _, v_dim) = v_cache.dims4()?;
     let q = q.to_dtype(DType::F32)?;
@@ -235,13 +256,11 @@ fn attend_rows(
     let device = q.device();
 
     // Keys that any of the rows sees. Nothing outside enters a product.
-    let end = usize::try_from(position + n as i64)
-        .unwrap_or(0)
-        .min(keys.first + tokens);
-    let begin = options
-        .mask
-        .first_key(usize::try_from(position).unwrap_or(0))
-        .max(keys.first);
+    let context = keys.first + tokens;
+    let seen = |row: usize| options.mask.keys(position + row as i64, context);
+    let first_row = usize::try_from(-position).unwrap_or(0).min(n - 1);
+    let begin = seen(first_row).start.max(keys.first);
+    let end = seen(n - 1).end;
     if end <= begin {
         return no_keys(n, heads, v_dim, device);
     }
@@ -277,13 +296,7 @@ fn attend_rows(
         scores = scores.broadcast_add(&slopes.broadcast_mul(&distances)?)?;
     }
     let visible = Tensor::from_vec(
-        per_pair(n, len, |i, j| {
-            let (query, key) = (position + i as i64, begin + j);
-            u8::from(
-                usize::try_from(query)
-                    .is_ok_and(|query| key <= query && key >= options.mask.first_key(query)),
-            )
-        }),
+        per_pair(n, len, |i, j| u8::from(seen(i).contains(&(begin + j)))),
         (1, n, 1, len),
         device,
     )?

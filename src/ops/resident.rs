@@ -75,6 +75,15 @@ impl Filled {
     }
 }
 
+/// Where kernels find everything that a table has on the device, and the capacity that grids are made
+/// for. Calls of the same shapes with equal placements make the same launches.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Placement {
+    filled: Filled,
+    /// The workspace and the constants.
+    others: Vec<u64>,
+}
+
 /// What one table keeps on the device: its arrays in one buffer, the workspace of the kernels
 /// that use them, and the constants they read.
 #[derive(Debug)]
@@ -175,6 +184,19 @@ impl<M: Memory> Resident<M> {
         let address = memory.address(&buffer);
         self.constants.push((values.clone(), buffer));
         Ok(address)
+    }
+
+    /// Where everything is now, the arrays being `filled`.
+    pub fn placement(&self, memory: &M, filled: &Filled) -> Placement {
+        let workspace = self.workspace.iter().map(|(_, buffer)| buffer);
+        let constants = self.constants.iter().map(|(_, buffer)| buffer);
+        Placement {
+            filled: *filled,
+            others: workspace
+                .chain(constants)
+                .map(|buffer| memory.address(buffer))
+                .collect(),
+        }
     }
 
     /// Constants that are kept now.

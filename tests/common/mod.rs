@@ -4,6 +4,7 @@
 pub mod host;
 pub mod paged;
 pub mod reference;
+pub mod shapes;
 pub mod toy;
 
 use std::sync::OnceLock;

@@ -144,11 +144,9 @@ fn overhead(device: &Device) -> Value {
 }
 
 #[test]
-#[ignore = "a bench for a GPU"]
+#[ignore = "needs a GPU: scripts/gpu-check.sh"]
 fn bench() {
-    let Some(device) = gpu("the bench") else {
-        return;
-    };
+    let device = gpu();
     let copy = copy_bandwidth(device);
     let figures = json!({
         "copy_gigabytes_per_second": copy / 1e9,

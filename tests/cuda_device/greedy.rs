@@ -8,6 +8,25 @@ use candle_paged_attn::models::{CausalLm, Decoder, spec_from_hf};
 use crate::checkpoint::{Tiny, tokens};
 use crate::gpu;
 
+#[test]
+#[ignore = "needs a GPU: scripts/gpu-check.sh"]
+fn an_uploaded_table_stays_where_it_is_from_step_to_step() {
+    let device = gpu();
+    let spec = CacheSpec::uniform(1, 2, 64, DType::F16).unwrap();
+    let cache = PagedKvCache::new(&spec, &CacheConfig::blocks(16), device).unwrap();
+    let prompt: Vec<u32> = (0..40).collect();
+    let id = cache.add(&prompt, AddOptions::default()).unwrap().id;
+    let upload = |tokens: &[u32]| {
+        let plan = cache.plan(&[Feed::new(id, tokens)]).unwrap();
+        let placement = plan.layer(0).unwrap().table.upload(device).unwrap();
+        plan.commit().unwrap();
+        placement.unwrap()
+    };
+    upload(&prompt);
+    let first = upload(&[1]);
+    assert_eq!(upload(&[2]), first);
+}
+
 /// Greedy tokens of three sequences in one batch, `count` steps after a prompt in two chunks.
 fn greedy(device: &Device, count: usize) -> Vec<Vec<u32>> {
     let tiny = Tiny {
@@ -55,18 +74,14 @@ fn greedy(device: &Device, count: usize) -> Vec<Vec<u32>> {
 }
 
 #[test]
+#[ignore = "needs a GPU: scripts/gpu-check.sh"]
 fn greedy_tokens_are_those_of_the_cpu() {
-    let Some(device) = gpu("a model on the GPU") else {
-        return;
-    };
-    assert_eq!(greedy(device, 40), greedy(&Device::Cpu, 40));
+    assert_eq!(greedy(gpu(), 40), greedy(&Device::Cpu, 40));
 }
 
 #[test]
+#[ignore = "needs a GPU: scripts/gpu-check.sh"]
 fn a_cache_on_the_per_thread_default_stream_is_refused() {
-    if gpu("a device on the per-thread default stream").is_none() {
-        return;
-    }
     let device = Device::new_cuda(0).unwrap();
     let spec = CacheSpec::uniform(1, 2, 64, DType::F16).unwrap();
     let error = PagedKvCache::new(&spec, &CacheConfig::blocks(4), &device).unwrap_err();
@@ -78,13 +93,11 @@ fn a_cache_on_the_per_thread_default_stream_is_refused() {
 }
 
 #[test]
+#[ignore = "needs a GPU: scripts/gpu-check.sh"]
 fn a_cache_takes_a_fraction_of_the_free_memory() {
-    let Some(device) = gpu("free memory") else {
-        return;
-    };
     let spec = CacheSpec::uniform(2, 8, 128, DType::BF16).unwrap();
     let config = CacheConfig::free_memory(0.01);
-    let cache = PagedKvCache::new(&spec, &config, device).unwrap();
+    let cache = PagedKvCache::new(&spec, &config, gpu()).unwrap();
     let usage = cache.usage()[0];
     let bytes = usage.bytes_per_block * usage.blocks_total as u64;
     // A hundredth of a GPU of 8 to 200 GB, less what is in use.

@@ -1,4 +1,4 @@
-//! Beam search against a naive reimplementation of the rule of transformers, which expands
+//! Beam search against a naive reimplementation of the rule of transformers 5, which expands
 //! every token of every beam and knows no cache.
 
 use candle_paged_attn::engine::{BeamSearch, EarlyStopping, EngineConfig};
@@ -44,35 +44,26 @@ impl Naive<'_> {
             }
             all.sort_by(|a, b| b.0.total_cmp(&a.0));
             all.truncate(k * usize::max(2, 1 + self.stops.len()));
-            let best = all[0].0;
             live.clear();
             for (rank, (sum, tokens)) in all.into_iter().enumerate() {
-                if live.len() == k {
-                    break;
-                }
-                if !self.stops.contains(tokens.last().unwrap()) {
-                    live.push((sum, tokens));
-                } else if rank < k {
+                let ends = self.stops.contains(tokens.last().unwrap()) || len == self.max_tokens;
+                if ends && rank < k {
                     self.keep(&mut done, tokens, sum);
+                } else if !ends && live.len() < k {
+                    live.push((sum, tokens));
                 }
             }
-            if done.len() == k {
-                let worst = done[k - 1].0;
-                let over = match self.beams.early_stopping {
-                    EarlyStopping::Yes => true,
-                    EarlyStopping::Heuristic => worst >= self.penalised(best, len),
-                    EarlyStopping::Never if self.beams.length_penalty > 0.0 => {
-                        worst >= self.penalised(best, self.max_tokens)
-                    }
-                    _ => worst >= self.penalised(best, len),
-                };
-                if over {
-                    return done;
-                }
+            let (Some((best, _)), true) = (live.first(), done.len() == k) else {
+                continue;
+            };
+            let longest = match self.beams.early_stopping {
+                EarlyStopping::Yes => return done,
+                EarlyStopping::Never if self.beams.length_penalty > 0.0 => self.max_tokens,
+                _ => len,
+            };
+            if done[k - 1].0 >= self.penalised(*best, longest) {
+                return done;
             }
-        }
-        for (sum, tokens) in live {
-            self.keep(&mut done, tokens, sum);
         }
         done
     }

@@ -195,20 +195,25 @@ pub fn engine(
 
 /// An engine with a cache of any kind, the pool filled with NaN.
 pub fn engine_with(model: HashLm, size: CacheConfig, config: EngineConfig) -> Engine<HashLm> {
+    engine_of(Arc::new(model), size, config)
+}
+
+/// The same for any model.
+pub fn engine_of<M: CausalLm>(model: Arc<M>, size: CacheConfig, config: EngineConfig) -> Engine<M> {
     let spec = model.cache_spec(DType::F32).unwrap();
     let cache = PagedKvCache::new(&spec, &size, &Device::Cpu).unwrap();
     crate::common::toy::poison(&cache);
-    Engine::new(Arc::new(model), cache, config).unwrap()
+    Engine::new(model, cache, config).unwrap()
 }
 
 /// Runs to the end, with all invariants checked after each step.
-pub fn run(engine: &mut Engine<HashLm>) -> BTreeMap<RequestId, Answer> {
+pub fn run<M: CausalLm>(engine: &mut Engine<M>) -> BTreeMap<RequestId, Answer> {
     let mut answers = BTreeMap::new();
     run_into(engine, &mut answers);
     answers
 }
 
-pub fn run_into(engine: &mut Engine<HashLm>, answers: &mut BTreeMap<RequestId, Answer>) {
+pub fn run_into<M: CausalLm>(engine: &mut Engine<M>, answers: &mut BTreeMap<RequestId, Answer>) {
     let mut steps = 0;
     while engine.has_work() {
         step_into(engine, answers);
@@ -222,7 +227,7 @@ pub fn run_into(engine: &mut Engine<HashLm>, answers: &mut BTreeMap<RequestId, A
     assert_empty(engine);
 }
 
-pub fn step_into(engine: &mut Engine<HashLm>, answers: &mut BTreeMap<RequestId, Answer>) {
+pub fn step_into<M: CausalLm>(engine: &mut Engine<M>, answers: &mut BTreeMap<RequestId, Answer>) {
     for output in engine.step().unwrap() {
         answers.entry(output.request).or_default().push(output);
     }
@@ -230,7 +235,7 @@ pub fn step_into(engine: &mut Engine<HashLm>, answers: &mut BTreeMap<RequestId, 
 }
 
 /// Nothing of any request is left.
-pub fn assert_empty(engine: &Engine<HashLm>) {
+pub fn assert_empty<M: CausalLm>(engine: &Engine<M>) {
     assert_eq!(engine.cache().num_sequences(), 0);
     assert_eq!(engine.cache().num_swapped(), 0);
     for usage in engine.cache().usage() {

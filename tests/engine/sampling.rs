@@ -216,7 +216,35 @@ fn the_same_seed_gives_the_same_tokens_whatever_runs_beside_it() {
     assert_ne!(answers[&other].samples[0].tokens, expected[0].tokens);
 }
 
-/// Samples share the blocks of the prompt: (n - 1) * floor(p / B) blocks are saved.
+/// n samples of a prompt of p tokens, one more each: (n - 1) * floor(p / B) blocks fewer than
+/// without sharing.
+#[test]
+fn samples_share_the_full_blocks_of_their_prompt() {
+    for (n, len, block_size) in [
+        (2, 1, 1),
+        (2, 9, 1),
+        (3, 3, 4),
+        (3, 4, 4),
+        (4, 14, 4),
+        (7, 16, 16),
+        (5, 33, 16),
+    ] {
+        let mut engine = engine(model(30), 128, block_size, EngineConfig::default());
+        let sampling = Sampling::temperature(1.0).with_seed(5);
+        let asked = request(&prompt(1, len, 30), 3).with_sampling(sampling);
+        engine.add_request(asked.with_n(n)).unwrap();
+        let mut answers = std::collections::BTreeMap::new();
+        // The prompt, then a token of each sample.
+        crate::hash_lm::step_into(&mut engine, &mut answers);
+        crate::hash_lm::step_into(&mut engine, &mut answers);
+        let alone = n * (len + 1).div_ceil(block_size);
+        let saved = (n - 1) * (len / block_size);
+        assert_eq!(engine.stats().blocks_used, alone - saved, "{n} {len}");
+        crate::hash_lm::run_into(&mut engine, &mut answers);
+    }
+}
+
+/// The last, partly filled block is shared, too, until its samples write to it.
 #[test]
 fn samples_share_their_prompt() {
     let mut engine = engine(model(30), 64, 4, EngineConfig::default());

@@ -5,8 +5,8 @@ use std::collections::HashMap;
 use candle_core::quantized::gguf_file::Value as Gguf;
 use candle_core::{DType, Device};
 use candle_paged_attn::models::{
-    Decoder, FeedForward, ModelSpec, Norm, Presence, RopePairs, RopeScaling, WeightNames,
-    spec_from_gguf, spec_from_hf,
+    Activation, Decoder, FeedForward, ModelSpec, Norm, Presence, RopePairs, RopeScaling,
+    WeightNames, spec_from_gguf, spec_from_hf,
 };
 use candle_paged_attn::{Error, Result};
 use serde_json::{Value, json};
@@ -33,8 +33,8 @@ fn with(mut config: Value, field: &str, value: Value) -> Value {
 }
 
 fn rope(spec: &ModelSpec) -> (usize, f64, RopePairs, RopeScaling) {
-    let rope = &spec.layers[0].attention.rope;
-    (rope.dim, rope.base, rope.pairs, rope.scaling)
+    let rope = spec.layers[0].attention.rope.as_ref().unwrap();
+    (rope.dim, rope.base, rope.pairs, rope.scaling.clone())
 }
 
 #[test]
@@ -54,10 +54,18 @@ fn smollm_config_becomes_its_spec() {
     assert_eq!((attention.k_dim, attention.v_dim), (64, 64));
     assert_eq!(attention.scale, 0.125);
     assert_eq!(attention.bias, Presence::Never);
-    let FeedForward::GatedSilu { inner, bias } = spec.layers[0].feed_forward.clone() else {
+    let FeedForward::Gated {
+        inner,
+        activation,
+        bias,
+    } = spec.layers[0].feed_forward
+    else {
         panic!("{:?}", spec.layers[0].feed_forward);
     };
-    assert_eq!((inner, bias), (1536, Presence::Never));
+    assert_eq!(
+        (inner, activation, bias),
+        (1536, Activation::Silu, Presence::Never)
+    );
     assert_eq!(
         rope(&spec),
         (64, 100_000.0, RopePairs::Halves, RopeScaling::None)
@@ -93,7 +101,7 @@ fn head_dim_need_not_be_hidden_over_heads() {
     let spec = spec_from_hf(&with(smollm(), "head_dim", json!(128)), PLACE).unwrap();
     let attention = &spec.layers[0].attention;
     assert_eq!(
-        (attention.k_dim, attention.v_dim, attention.rope.dim),
+        (attention.k_dim, attention.v_dim, rope(&spec).0),
         (128, 128, 128)
     );
     assert_eq!(attention.scale, 1.0 / 128f64.sqrt());
@@ -106,7 +114,7 @@ fn biases_are_asked_for() {
     assert_eq!(spec.layers[0].attention.bias, Presence::Always);
     assert!(matches!(
         spec.layers[0].feed_forward,
-        FeedForward::GatedSilu {
+        FeedForward::Gated {
             bias: Presence::Always,
             ..
         }
@@ -127,12 +135,12 @@ fn rope_scaling_of_every_generation_of_config() {
     });
     let linear = RopeScaling::Linear { factor: 4.0 };
     for (field, value, base, scaling) in [
-        ("rope_scaling", fields.clone(), 100_000.0, llama3),
+        ("rope_scaling", fields.clone(), 100_000.0, llama3.clone()),
         (
             "rope_scaling",
             json!({"type": "linear", "factor": 4.0}),
             100_000.0,
-            linear,
+            linear.clone(),
         ),
         (
             "rope_scaling",
@@ -214,14 +222,24 @@ fn what_would_change_the_result_is_refused() {
         ("hidden_act", json!("gelu"), ["gelu", "silu"]),
         (
             "rope_scaling",
-            json!({"rope_type": "yarn", "factor": 2.0}),
-            ["yarn", "llama3"],
+            json!({"rope_type": "mrope", "factor": 2.0}),
+            ["mrope", "llama3"],
         ),
         (
             "rope_scaling",
-            json!({"type": "dynamic", "factor": 2.0}),
-            ["dynamic", "linear"],
+            json!({"type": "linear", "factor": 2.0, "twist": 3}),
+            ["twist", "rope_scaling"],
         ),
+        // Fields of other families, and of none.
+        ("logits_scaling", json!(2.0), ["logits_scaling", PLACE]),
+        ("sliding_window", json!(512), ["sliding_window", PLACE]),
+        (
+            "layer_types",
+            json!(["sliding_attention"]),
+            ["layer_types", "sliding_attention"],
+        ),
+        ("a_new_switch", json!(true), ["a_new_switch", "true"]),
+        ("a_new_kind", json!("other"), ["a_new_kind", "other"]),
         (
             "rope_parameters",
             json!({"rope_type": "default", "partial_rotary_factor": 0.5}),
@@ -349,7 +367,7 @@ fn gguf_fields_beyond_the_usual_ones() {
     let spec = gguf_with("llama.attention.key_length", Gguf::U32(128)).unwrap();
     let attention = &spec.layers[0].attention;
     assert_eq!(
-        (attention.k_dim, attention.v_dim, attention.rope.dim),
+        (attention.k_dim, attention.v_dim, rope(&spec).0),
         (128, 64, 64)
     );
     let spec = gguf_with("llama.attention.value_length", Gguf::U64(32)).unwrap();
@@ -394,13 +412,8 @@ fn gguf_metadata_that_cannot_be_run_is_refused() {
         ),
         (
             "llama.rope.scaling.type",
-            Gguf::String("yarn".into()),
-            ["yarn", "linear"],
-        ),
-        (
-            "llama.expert_count",
-            Gguf::U32(8),
-            ["llama.expert_count", "8"],
+            Gguf::String("longrope".into()),
+            ["longrope", "linear"],
         ),
         (
             "llama.attention.sliding_window",
@@ -408,6 +421,7 @@ fn gguf_metadata_that_cannot_be_run_is_refused() {
             ["sliding_window", "4096"],
         ),
         ("llama.logit_scale", Gguf::F32(0.5), ["logit_scale", "0.5"]),
+        ("llama.a_new_field", Gguf::U32(7), ["a_new_field", "7"]),
         (
             "llama.attention.causal",
             Gguf::Bool(false),

@@ -37,7 +37,7 @@ fn metadata(tiny: &Tiny) -> Vec<(&'static str, Value)> {
 
 /// Rows of q or k, or their biases, as the converter of llama.cpp orders them: the pair
 /// `(i, i + dim / 2)` of a head becomes `(2i, 2i + 1)`.
-fn permuted(tensor: &Tensor, heads: usize) -> Tensor {
+pub fn permuted(tensor: &Tensor, heads: usize) -> Tensor {
     let rows = tensor.dim(0).unwrap();
     let half = rows / heads / 2;
     let order: Vec<u32> = (0..heads)

@@ -3,28 +3,7 @@
 use candle_core::DType;
 
 use crate::common::paged::{Setup, close, floats, tensor};
-
-/// A mix of single decode rows, verification rows, chunks and whole prompts, in one batch.
-const MIX: &[(usize, usize)] = &[
-    (1, 1),
-    (37, 1),
-    (70, 3),
-    (0, 1),
-    (90, 40),
-    (33, 33),
-    (20, 0),
-    (150, 1),
-];
-
-const DIMS: [usize; 11] = [8, 40, 64, 80, 96, 112, 120, 128, 192, 256, 512];
-const BLOCK_SIZES: [usize; 6] = [1, 4, 16, 32, 128, 256];
-const DTYPES: [(DType, DType); 5] = [
-    (DType::F32, DType::F32),
-    (DType::F16, DType::F16),
-    (DType::BF16, DType::BF16),
-    (DType::F32, DType::F16),
-    (DType::F32, DType::BF16),
-];
+use crate::common::shapes::{BLOCK_SIZES, DIMS, DTYPES, MIX};
 
 fn check(case: usize, group: usize, dim: usize, block_size: usize, types: (DType, DType)) {
     let kv_heads = 1 + case % 3;

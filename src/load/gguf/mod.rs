@@ -85,21 +85,38 @@ impl GgufFile {
     /// # Errors
     /// [`Error::Missing`] if there is none of this name.
     pub fn tensor(&self, name: &str, device: &Device) -> Result<QTensor> {
-        let info = self
-            .tensors
+        let info = self.info(name)?;
+        self.read_tensor(name, info, info.shape.clone(), device)
+    }
+
+    /// Reads a tensor `[a, b, c]` as the matrix `[a * b, c]`.
+    pub(super) fn flattened(&self, name: &str, device: &Device) -> Result<QTensor> {
+        let info = self.info(name)?;
+        let columns = info.shape.last().copied().unwrap_or(1);
+        // The header's parser has checked the product.
+        let rows = info.shape.iter().rev().skip(1).product();
+        self.read_tensor(name, info, vec![rows, columns], device)
+    }
+
+    fn info(&self, name: &str) -> Result<&TensorInfo> {
+        self.tensors
             .get(name)
-            .ok_or_else(|| missing_tensor(name, self.place()))?;
+            .ok_or_else(|| missing_tensor(name, self.place()))
+    }
+
+    fn read_tensor(
+        &self,
+        name: &str,
+        info: &TensorInfo,
+        shape: Vec<usize>,
+        device: &Device,
+    ) -> Result<QTensor> {
         let bytes = info
             .start
             .checked_add(info.len)
             .and_then(|end| self.map.get(info.start..end))
             .ok_or_else(|| self.bad(format!("tensor `{name}` lies past the end of the file")))?;
-        Ok(qtensor_from_ggml(
-            info.dtype,
-            bytes,
-            info.shape.clone(),
-            device,
-        )?)
+        Ok(qtensor_from_ggml(info.dtype, bytes, shape, device)?)
     }
 
     /// A string.

@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use candle_core::{DType, Device, Tensor, quantized::GgmlDType};
+use candle_core::quantized::{GgmlDType, QTensor};
+use candle_core::{DType, Device, Tensor};
 
 use super::GgufFile;
 use crate::{
@@ -45,6 +46,21 @@ impl GgufWeights {
             None => Err(missing_tensor(name, self.place())),
         }
     }
+
+    /// A matrix as it is stored, or dense: without blocks, or where a dtype is asked for.
+    fn settle(&self, stored: QTensor) -> Result<LinearWeight> {
+        let quantised = !matches!(
+            stored.dtype(),
+            GgmlDType::F32 | GgmlDType::F16 | GgmlDType::BF16
+        );
+        if quantised && self.dtype.is_none() {
+            return Ok(LinearWeight::Quantized(Arc::new(stored)));
+        }
+        let dense = stored.dequantize(&self.device)?;
+        Ok(LinearWeight::Dense(
+            dense.to_dtype(self.dtype.unwrap_or(DType::F32))?,
+        ))
+    }
 }
 
 impl WeightSource for GgufWeights {
@@ -64,17 +80,11 @@ impl WeightSource for GgufWeights {
 
     fn linear(&self, name: &str, out: usize, inp: usize) -> Result<LinearWeight> {
         self.check(name, &[out, inp])?;
-        let stored = self.file.tensor(name, &self.device)?;
-        let quantised = !matches!(
-            stored.dtype(),
-            GgmlDType::F32 | GgmlDType::F16 | GgmlDType::BF16
-        );
-        if quantised && self.dtype.is_none() {
-            return Ok(LinearWeight::Quantized(Arc::new(stored)));
-        }
-        let dense = stored.dequantize(&self.device)?;
-        Ok(LinearWeight::Dense(
-            dense.to_dtype(self.dtype.unwrap_or(DType::F32))?,
-        ))
+        self.settle(self.file.tensor(name, &self.device)?)
+    }
+
+    fn stacked(&self, name: &str, count: usize, out: usize, inp: usize) -> Result<LinearWeight> {
+        self.check(name, &[count, out, inp])?;
+        self.settle(self.file.flattened(name, &self.device)?)
     }
 }

@@ -7,6 +7,7 @@ use candle_core::{CpuStorage, DType, Layout};
 use half::{bf16, f16};
 use rayon::prelude::*;
 
+use super::ahead;
 use super::cache::{Context, Rows};
 use super::decode::stream_task;
 use super::disjoint::Disjoint;
@@ -52,13 +53,16 @@ impl Default for Workspace {
     }
 }
 
-/// Runs `f` with `len` floats of the thread's scratch memory, of any content.
+/// Runs `f` with `len` floats of the thread's scratch memory, of any content, that begin with
+/// a cache line: a register that lies in two lines takes two loads.
 pub(super) fn with_scratch(len: usize, f: impl FnOnce(&mut [f32])) {
+    const LINE: usize = ahead::LINE / size_of::<f32>();
     let mut scratch = SCRATCH.take();
-    if scratch.len() < len {
-        scratch.resize(len, 0.0);
+    if scratch.len() < len + LINE {
+        scratch.resize(len + LINE, 0.0);
     }
-    f(&mut scratch[..len]);
+    let start = scratch.as_ptr().align_offset(ahead::LINE).min(LINE);
+    f(&mut scratch[start..start + len]);
     SCRATCH.set(scratch);
 }
 

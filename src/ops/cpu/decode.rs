@@ -4,6 +4,7 @@
 //! once, for every query head of a group. Tokens go by in tiles of 16: products with K for all
 //! heads, one softmax step, then V.
 
+use super::ahead::{Ahead, TILE};
 use super::attention::{Call, with_scratch};
 use super::cache::Context;
 use super::element::Element;
@@ -12,8 +13,8 @@ use super::plan::SeqPlan;
 use super::products::{TOKENS, dots, weigh};
 use super::simd::{Simd, Task, dispatch};
 
-/// Tokens between two softmax steps.
-const TILE: usize = 16;
+/// Tokens of a product with V: few, so that the rows under way fit the first cache level.
+const VALUES: usize = 4;
 
 /// Computes one chunk of one sequence, all rows and heads.
 pub(super) fn stream_task<T: Element>(call: &Call<'_, T>, plan: &SeqPlan, chunk: usize) {
@@ -77,41 +78,59 @@ impl<T: Element> Task for Stream<'_, T> {
         let lanes = self.lanes.len();
         let per_head = lanes / kv_heads;
         let mut tile = rows_of(&k, keys.start, keys.end);
+        let mut values = rows_of(&v, keys.start, keys.end);
         for first in keys.clone().step_by(TILE) {
             let n = TILE.min(keys.end - first);
-            let values = rows_of(&v, first, keys.end);
+            // Behind the last tile this is its last row again: asking for it costs nothing.
+            let next = (first + TILE).min(keys.end - 1);
+            let next_tile = rows_of(&k, next, keys.end);
+            let mut ahead = Ahead::new(&tile, &next_tile, kv_heads * k_dim);
             for token in (0..n).step_by(TOKENS) {
                 for head in 0..kv_heads {
                     let lane = head * per_head;
-                    dots(
-                        simd,
-                        &self.q[lane * k_dim..][..per_head * k_dim],
-                        k_dim,
-                        of_head(&tile[token..], head, k_dim),
-                        of_head(&values[token..], head, v_dim),
-                        &mut self.scores[token * lanes + lane..],
-                        lanes,
-                    );
+                    let rows = of_head::<T, TOKENS>(&tile[token..], head, k_dim);
+                    // SAFETY: every row of the context has `kv_heads * k_dim` elements.
+                    unsafe {
+                        dots(
+                            simd,
+                            &self.q[lane * k_dim..][..per_head * k_dim],
+                            k_dim,
+                            rows,
+                            &mut ahead,
+                            &mut self.scores[token * lanes + lane..],
+                            lanes,
+                        );
+                    }
                 }
             }
             let scores = &mut self.scores[..n * lanes];
             self.lanes
                 .finish_scores(scores, first, self.plan, self.call.options);
             self.lanes.absorb(scores);
-            // Behind the last tile this asks for its last row again, which costs nothing.
-            tile = rows_of(&k, (first + TILE).min(keys.end - 1), keys.end);
-            for head in 0..kv_heads {
-                let lane = head * per_head;
-                weigh(
-                    simd,
-                    &mut self.sums[lane * v_dim..][..per_head * v_dim],
-                    v_dim,
-                    &self.lanes.shrink[lane..],
-                    (&self.scores[lane..], lanes),
-                    &of_head::<T, TILE>(&values, head, v_dim)[..n],
-                    &of_head::<T, TILE>(&tile, head, k_dim)[..n],
-                );
+            let next_values = rows_of(&v, next, keys.end);
+            let mut ahead = Ahead::new(&values, &next_values, kv_heads * v_dim);
+            for token in (0..n).step_by(VALUES) {
+                let group = &values[token..n.min(token + VALUES)];
+                for head in 0..kv_heads {
+                    let lane = head * per_head;
+                    let rows = of_head::<T, VALUES>(group, head, v_dim);
+                    // SAFETY: every row of the context has `kv_heads * v_dim` elements.
+                    unsafe {
+                        weigh(
+                            simd,
+                            &mut self.sums[lane * v_dim..][..per_head * v_dim],
+                            v_dim,
+                            &self.lanes.shrink[lane..],
+                            (&self.scores[token * lanes + lane..], lanes),
+                            &rows[..group.len()],
+                            &mut ahead,
+                        );
+                    }
+                }
+                // What was summed up before this tile has shrunk now.
+                self.lanes.shrink.fill(1.0);
             }
+            (tile, values) = (next_tile, next_values);
         }
         self.emit();
     }
@@ -120,20 +139,20 @@ impl<T: Element> Task for Stream<'_, T> {
 /// The rows of a tile from `first` on. Behind the end the last row stands in, so that the
 /// products need no special case; their scores are not looked at.
 #[inline(always)]
-fn rows_of<'a, T>(context: &Context<'a, T>, first: usize, end: usize) -> [&'a [T]; TILE] {
-    let mut rows = [context.row(first); TILE];
+fn rows_of<T>(context: &Context<'_, T>, first: usize, end: usize) -> [*const T; TILE] {
+    let mut rows = [context.row(first).as_ptr(); TILE];
     for (i, row) in rows.iter_mut().enumerate().skip(1) {
-        *row = context.row((first + i).min(end - 1));
+        *row = context.row((first + i).min(end - 1)).as_ptr();
     }
     rows
 }
 
-/// One head of the first `N` rows.
+/// One head of `N` rows.
 #[inline(always)]
-fn of_head<'a, T, const N: usize>(rows: &[&'a [T]], head: usize, dim: usize) -> [&'a [T]; N] {
-    let mut part: [&[T]; N] = [&[]; N];
+fn of_head<T, const N: usize>(rows: &[*const T], head: usize, dim: usize) -> [*const T; N] {
+    let mut part = [rows[0]; N];
     for (part, row) in part.iter_mut().zip(rows) {
-        *part = &row[head * dim..(head + 1) * dim];
+        *part = row.wrapping_add(head * dim);
     }
     part
 }

@@ -5,6 +5,7 @@
 //! `prefill` compute one task each; `simd` compiles both for the machine's instruction sets.
 #![allow(unsafe_code)]
 
+mod ahead;
 mod attention;
 mod cache;
 mod decode;

@@ -1,246 +1,337 @@
 //! The two products of the streaming kernel, in registers: queries with rows of K, weights
-//! with rows of V. Both read a K/V row once for four query vectors, and fetch on the way the
-//! rows that are needed next (to the second cache level: the first is too small for what is
-//! under way).
+//! with rows of V. Both read a K/V row once for up to four query vectors, and fetch on the way
+//! what is needed later.
 
 // Index loops over small constant ranges: they unroll, and the arrays stay in registers.
 #![expect(clippy::needless_range_loop)]
 
+use super::ahead::{Ahead, LINE};
 use super::element::Element;
 use super::simd::Simd;
 
 /// Tokens of a product with K.
 pub(super) const TOKENS: usize = 4;
 
-/// Query vectors of a register block.
+/// Query vectors of a register block, at most.
 const VECTORS: usize = 4;
 
+/// Calls `$f::<S, T, H>` with as many query vectors as a register block takes, up to 4.
+macro_rules! blocks_of_vectors {
+    ($n:expr, $i:ident, $f:ident ( $($arg:expr),* $(,)? )) => {
+        while $i < $n {
+            match $n - $i {
+                1 => { $f::<S, T, 1>($($arg),*); $i += 1; }
+                2 => { $f::<S, T, 2>($($arg),*); $i += 2; }
+                3 => { $f::<S, T, 3>($($arg),*); $i += 3; }
+                _ => { $f::<S, T, 4>($($arg),*); $i += 4; }
+            }
+        }
+    };
+}
+
 /// `out[j * stride + i] = q[i] · k[j]` for all query vectors `[n, dim]`.
+///
+/// # Safety
+/// Each of `k` points at `dim` elements.
 #[inline(always)]
-pub(super) fn dots<S: Simd, T: Element>(
+pub(super) unsafe fn dots<S: Simd, T: Element>(
     simd: S,
     q: &[f32],
     dim: usize,
-    k: [&[T]; TOKENS],
-    next: [&[T]; TOKENS],
+    k: [*const T; TOKENS],
+    ahead: &mut Ahead<T>,
     out: &mut [f32],
     stride: usize,
 ) {
     let n = q.len() / dim;
-    let mut next = Some(next);
+    assert!(q.len() == n * dim && out.len() >= (TOKENS - 1) * stride + n);
+    let (q, out) = (q.as_ptr(), out.as_mut_ptr());
+    let blocks = n.div_ceil(VECTORS);
     let mut i = 0;
-    while i < n {
-        let (q, out) = (&q[i * dim..], &mut out[i..]);
-        if n - i >= VECTORS {
-            dot_block::<S, T, VECTORS>(simd, q, dim, k, next, out, stride);
-            i += VECTORS;
-        } else {
-            dot_block::<S, T, 1>(simd, q, dim, k, next, out, stride);
-            i += 1;
-        }
-        next = None;
+    // SAFETY: the caller's promise; q holds vectors up to n, and `out` all of their products.
+    unsafe {
+        blocks_of_vectors!(
+            n,
+            i,
+            dot_block(
+                simd,
+                q.add(i * dim),
+                dim,
+                k,
+                (&mut *ahead, blocks),
+                out.add(i),
+                stride
+            )
+        );
     }
 }
 
+/// # Safety
+/// `q` points at `H * dim` elements, each of `k` at `dim`, and `out` at rows of `H` places
+/// `stride` apart, one for each token.
 #[inline(always)]
-fn dot_block<S: Simd, T: Element, const H: usize>(
+unsafe fn dot_block<S: Simd, T: Element, const H: usize>(
     simd: S,
-    q: &[f32],
+    q: *const f32,
     dim: usize,
-    k: [&[T]; TOKENS],
-    next: Option<[&[T]; TOKENS]>,
-    out: &mut [f32],
+    k: [*const T; TOKENS],
+    (ahead, blocks): (&mut Ahead<T>, usize),
+    out: *mut f32,
     stride: usize,
 ) {
-    if S::MANY_REGISTERS {
-        dot_tokens::<S, T, H, TOKENS>(simd, q, dim, k, next, out, stride);
-    } else {
-        let [k0, k1, k2, k3] = k;
-        let (low, high) = match next {
-            Some([a, b, c, d]) => (Some([a, b]), Some([c, d])),
-            None => (None, None),
-        };
-        dot_tokens::<S, T, H, 2>(simd, q, dim, [k0, k1], low, out, stride);
-        dot_tokens::<S, T, H, 2>(simd, q, dim, [k2, k3], high, &mut out[2 * stride..], stride);
+    let [k0, k1, k2, k3] = k;
+    // SAFETY: the caller's promise.
+    unsafe {
+        if S::MANY_REGISTERS {
+            dot_tokens::<S, T, H, TOKENS>(simd, q, dim, k, (ahead, blocks), out, stride);
+        } else {
+            dot_tokens::<S, T, H, 2>(simd, q, dim, [k0, k1], (ahead, blocks), out, stride);
+            dot_tokens::<S, T, H, 2>(
+                simd,
+                q,
+                dim,
+                [k2, k3],
+                (ahead, blocks),
+                out.add(2 * stride),
+                stride,
+            );
+        }
     }
 }
 
 /// `H * N` sums in registers.
+///
+/// # Safety
+/// That of [`dot_block`], for `N` tokens.
 #[inline(always)]
-fn dot_tokens<S: Simd, T: Element, const H: usize, const N: usize>(
+unsafe fn dot_tokens<S: Simd, T: Element, const H: usize, const N: usize>(
     simd: S,
-    q: &[f32],
+    q: *const f32,
     dim: usize,
-    k: [&[T]; N],
-    next: Option<[&[T]; N]>,
-    out: &mut [f32],
+    k: [*const T; N],
+    (ahead, blocks): (&mut Ahead<T>, usize),
+    out: *mut f32,
     stride: usize,
 ) {
-    assert!(q.len() >= H * dim);
-    for n in 0..N {
-        assert!(k[n].len() == dim);
-    }
-    let zero = simd.splat(0.0);
-    let mut sums = [[zero; VECTORS]; N];
-    let whole = dim - dim % S::LANES;
+    let mut sums = [[simd.splat(0.0); VECTORS]; N];
+    let line = LINE / size_of::<T>();
+    // Every line of K once, spread over the blocks that read it.
+    let lines = N.div_ceil(blocks);
     let mut at = 0;
-    while at < whole {
-        let mut part = [zero; N];
-        for n in 0..N {
-            if let Some(next) = next {
-                fetch(simd, next[n], at);
+    // SAFETY: all elements below are before `dim`.
+    unsafe {
+        while at + line <= dim {
+            ahead.fetch(simd, lines);
+            for part in 0..line / S::LANES {
+                let at = at + part * S::LANES;
+                dot_step::<S, T, H, N>(simd, q, dim, k, at, &mut sums);
             }
-            // SAFETY: `at + LANES <= whole <= dim`, the length of every row of k.
-            part[n] = unsafe { T::load(simd, k[n].as_ptr().add(at)) };
+            at += line;
+        }
+        while at + S::LANES <= dim {
+            dot_step::<S, T, H, N>(simd, q, dim, k, at, &mut sums);
+            at += S::LANES;
+        }
+    }
+    let mut totals = [[0.0; VECTORS]; N];
+    for n in 0..N {
+        totals[n] = simd.sum4(sums[n]);
+    }
+    if at < dim {
+        for (n, totals) in totals.iter_mut().enumerate() {
+            for (h, total) in totals.iter_mut().enumerate().take(H) {
+                for at in at..dim {
+                    // SAFETY: `at < dim`.
+                    *total += unsafe { *q.add(h * dim + at) * (*k[n].add(at)).to_f32() };
+                }
+            }
+        }
+    }
+    for n in 0..N {
+        for h in 0..H {
+            // SAFETY: the caller's promise.
+            unsafe { *out.add(n * stride + h) = totals[n][h] };
+        }
+    }
+}
+
+/// One register of dimensions.
+///
+/// # Safety
+/// That of [`dot_block`], for `N` tokens; `at + LANES <= dim`.
+#[inline(always)]
+unsafe fn dot_step<S: Simd, T: Element, const H: usize, const N: usize>(
+    simd: S,
+    q: *const f32,
+    dim: usize,
+    k: [*const T; N],
+    at: usize,
+    sums: &mut [[S::V; VECTORS]; N],
+) {
+    let mut part = [simd.splat(0.0); N];
+    // SAFETY: the caller's promise.
+    unsafe {
+        for n in 0..N {
+            part[n] = T::load(simd, k[n].add(at));
         }
         for h in 0..H {
-            // SAFETY: as above; q holds H vectors of `dim`.
-            let q_part = unsafe { simd.load_f32(q.as_ptr().add(h * dim + at)) };
+            let q_part = simd.load_f32(q.add(h * dim + at));
             for n in 0..N {
                 sums[n][h] = simd.mul_add(q_part, part[n], sums[n][h]);
             }
         }
-        at += S::LANES;
-    }
-    for n in 0..N {
-        let mut sum = simd.sum4(sums[n]);
-        for h in 0..H {
-            for at in whole..dim {
-                sum[h] += q[h * dim + at] * k[n][at].to_f32();
-            }
-        }
-        out[n * stride..][..H].copy_from_slice(&sum[..H]);
     }
 }
 
 /// `sums[i] = sums[i] * shrink[i] + Σ_j weights[j * stride + i] * v[j]` for all query vectors;
 /// `sums` is `[n, dim]`.
+///
+/// # Safety
+/// Each of `v` points at `dim` elements.
 #[inline(always)]
-pub(super) fn weigh<S: Simd, T: Element>(
+pub(super) unsafe fn weigh<S: Simd, T: Element>(
     simd: S,
     sums: &mut [f32],
     dim: usize,
     shrink: &[f32],
     (weights, stride): (&[f32], usize),
-    v: &[&[T]],
-    next: &[&[T]],
+    v: &[*const T],
+    ahead: &mut Ahead<T>,
 ) {
     let n = sums.len() / dim;
-    let mut next = next;
+    assert!(sums.len() == n * dim && shrink.len() >= n);
+    assert!(!v.is_empty() && weights.len() >= (v.len() - 1) * stride + n);
+    let sums = sums.as_mut_ptr();
+    let (shrink, weights) = (shrink.as_ptr(), weights.as_ptr());
+    let blocks = n.div_ceil(VECTORS);
     let mut i = 0;
-    while i < n {
-        let (sums, shrink) = (&mut sums[i * dim..], &shrink[i..]);
-        let weights = (&weights[i..], stride);
-        if n - i >= VECTORS {
-            weigh_block::<S, T, VECTORS>(simd, sums, dim, shrink, weights, v, next);
-            i += VECTORS;
-        } else {
-            weigh_block::<S, T, 1>(simd, sums, dim, shrink, weights, v, next);
-            i += 1;
-        }
-        next = &[];
+    // SAFETY: the caller's promise; sums, shrink and weights hold vectors up to n.
+    unsafe {
+        blocks_of_vectors!(
+            n,
+            i,
+            weigh_block(
+                simd,
+                sums.add(i * dim),
+                dim,
+                shrink.add(i),
+                (weights.add(i), stride),
+                v,
+                (&mut *ahead, blocks)
+            )
+        );
     }
 }
 
+/// # Safety
+/// `sums` points at `H * dim` elements, `shrink` at `H`, `weights` at rows of `H` that are
+/// `stride` apart, one for each of `v`, and each of `v` at `dim` elements.
 #[inline(always)]
-fn weigh_block<S: Simd, T: Element, const H: usize>(
+unsafe fn weigh_block<S: Simd, T: Element, const H: usize>(
     simd: S,
-    sums: &mut [f32],
+    sums: *mut f32,
     dim: usize,
-    shrink: &[f32],
-    weights: (&[f32], usize),
-    v: &[&[T]],
-    next: &[&[T]],
+    shrink: *const f32,
+    (weights, stride): (*const f32, usize),
+    v: &[*const T],
+    (ahead, blocks): (&mut Ahead<T>, usize),
 ) {
+    let w = (weights, stride);
     let mut at = 0;
-    if S::MANY_REGISTERS {
-        while at + 4 * S::LANES <= dim {
-            weigh_columns::<S, T, H, 4>(simd, sums, (dim, at), shrink, weights, v, next);
-            at += 4 * S::LANES;
-        }
-    }
-    while at + 2 * S::LANES <= dim {
-        weigh_columns::<S, T, H, 2>(simd, sums, (dim, at), shrink, weights, v, next);
-        at += 2 * S::LANES;
-    }
-    if at + S::LANES <= dim {
-        weigh_columns::<S, T, H, 1>(simd, sums, (dim, at), shrink, weights, v, next);
-        at += S::LANES;
-    }
-    for h in 0..H {
-        for x in at..dim {
-            let mut sum = sums[h * dim + x] * shrink[h];
-            for (j, v) in v.iter().enumerate() {
-                sum += weights.0[j * weights.1 + h] * v[x].to_f32();
+    // SAFETY: the caller's promise; columns up to `dim`.
+    unsafe {
+        if S::MANY_REGISTERS {
+            while at + 4 * S::LANES <= dim {
+                weigh_columns::<S, T, H, 4>(
+                    simd,
+                    sums,
+                    (dim, at),
+                    shrink,
+                    w,
+                    v,
+                    (&mut *ahead, blocks),
+                );
+                at += 4 * S::LANES;
             }
-            sums[h * dim + x] = sum;
+        }
+        while at + 2 * S::LANES <= dim {
+            weigh_columns::<S, T, H, 2>(simd, sums, (dim, at), shrink, w, v, (&mut *ahead, blocks));
+            at += 2 * S::LANES;
+        }
+        if at + S::LANES <= dim {
+            weigh_columns::<S, T, H, 1>(simd, sums, (dim, at), shrink, w, v, (&mut *ahead, blocks));
+            at += S::LANES;
+        }
+        if at < dim {
+            for h in 0..H {
+                for x in at..dim {
+                    let mut sum = *sums.add(h * dim + x) * *shrink.add(h);
+                    for (j, v) in v.iter().enumerate() {
+                        sum += *weights.add(j * stride + h) * (*v.add(x)).to_f32();
+                    }
+                    *sums.add(h * dim + x) = sum;
+                }
+            }
         }
     }
 }
 
 /// `C` registers of columns from `at` on, for `H` query vectors.
+///
+/// # Safety
+/// That of [`weigh_block`]; the columns lie below `dim`.
 #[inline(always)]
-fn weigh_columns<S: Simd, T: Element, const H: usize, const C: usize>(
+unsafe fn weigh_columns<S: Simd, T: Element, const H: usize, const C: usize>(
     simd: S,
-    sums: &mut [f32],
+    sums: *mut f32,
     (dim, at): (usize, usize),
-    shrink: &[f32],
-    (weights, stride): (&[f32], usize),
-    v: &[&[T]],
-    next: &[&[T]],
+    shrink: *const f32,
+    (mut weights, stride): (*const f32, usize),
+    v: &[*const T],
+    (ahead, blocks): (&mut Ahead<T>, usize),
 ) {
-    assert!(sums.len() >= H * dim && at + C * S::LANES <= dim);
+    let lines = (C * S::LANES * size_of::<T>()).div_ceil(LINE * blocks);
     let mut acc = [[simd.splat(0.0); C]; H];
     for h in 0..H {
-        let factor = simd.splat(shrink[h]);
+        // SAFETY: the caller's promise.
+        let factor = simd.splat(unsafe { *shrink.add(h) });
         for c in 0..C {
             // SAFETY: row h of `sums` holds `dim` elements, of which these are some.
-            let old = unsafe { simd.load_f32(sums.as_ptr().add(h * dim + at + c * S::LANES)) };
+            let old = unsafe { simd.load_f32(sums.add(h * dim + at + c * S::LANES)) };
             acc[h][c] = simd.mul(old, factor);
         }
     }
     for j in 0..v.len() {
-        let row = v[j];
-        assert!(row.len() == dim);
-        let mut part = [simd.splat(0.0); C];
-        for c in 0..C {
-            if let Some(next) = next.get(j) {
-                fetch(simd, next, at + c * S::LANES);
-            }
-            // SAFETY: the row holds `dim` elements.
-            part[c] = unsafe { T::load(simd, row.as_ptr().add(at + c * S::LANES)) };
-        }
-        let weights = &weights[j * stride..][..H];
-        for h in 0..H {
-            let weight = simd.splat(weights[h]);
+        // SAFETY: the caller's promise.
+        unsafe {
+            ahead.fetch(simd, lines);
+            let row = v.get_unchecked(j).add(at);
+            let mut part = [simd.splat(0.0); C];
             for c in 0..C {
-                acc[h][c] = simd.mul_add(weight, part[c], acc[h][c]);
+                part[c] = T::load(simd, row.add(c * S::LANES));
+            }
+            for h in 0..H {
+                let weight = simd.splat(*weights.add(h));
+                for c in 0..C {
+                    acc[h][c] = simd.mul_add(weight, part[c], acc[h][c]);
+                }
             }
         }
+        weights = weights.wrapping_add(stride);
     }
     for h in 0..H {
         for c in 0..C {
             // SAFETY: as for the load above.
-            unsafe {
-                simd.store(
-                    sums.as_mut_ptr().add(h * dim + at + c * S::LANES),
-                    acc[h][c],
-                );
-            }
+            unsafe { simd.store(sums.add(h * dim + at + c * S::LANES), acc[h][c]) };
         }
     }
-}
-
-/// Asks for the part of a row that starts `at` elements in.
-#[inline(always)]
-fn fetch<S: Simd, T>(simd: S, row: &[T], at: usize) {
-    simd.prefetch(row.as_ptr().wrapping_add(at));
 }
 
 #[cfg(test)]
 mod tests {
     use half::{bf16, f16};
 
+    use super::super::ahead::TILE;
     use super::super::simd::{Task, dispatch_to_each};
     use super::*;
 
@@ -276,8 +367,11 @@ mod tests {
             let wide = |j: usize, x: usize| f64::from(rows[j][x].to_f32());
 
             let mut out = vec![f32::NAN; TOKENS * stride];
-            let four = [rows[0], rows[1], rows[2], rows[3]];
-            dots(simd, &q, dim, four, four, &mut out, stride);
+            let pointers: Vec<*const T> = rows.iter().map(|row| row.as_ptr()).collect();
+            let mut ahead = Ahead::new(&[pointers[0]; TILE], &[pointers[1]; TILE], dim);
+            let four = [pointers[0], pointers[1], pointers[2], pointers[3]];
+            // SAFETY: every row holds `dim` elements.
+            unsafe { dots(simd, &q, dim, four, &mut ahead, &mut out, stride) };
             for j in 0..TOKENS {
                 for i in 0..n {
                     let want = (0..dim)
@@ -291,15 +385,18 @@ mod tests {
             let (shrink, weights) = (ramp(n, 3), ramp(5 * stride, 11));
             let old = ramp(n * dim, 13);
             let mut sums = old.clone();
-            weigh(
-                simd,
-                &mut sums,
-                dim,
-                &shrink,
-                (&weights, stride),
-                &rows,
-                &rows[..2],
-            );
+            // SAFETY: every row holds `dim` elements.
+            unsafe {
+                weigh(
+                    simd,
+                    &mut sums,
+                    dim,
+                    &shrink,
+                    (&weights, stride),
+                    &pointers,
+                    &mut ahead,
+                );
+            }
             for i in 0..n {
                 for x in 0..dim {
                     let kept = f64::from(old[i * dim + x]) * f64::from(shrink[i]);

@@ -6,13 +6,9 @@ use std::ops::Range;
 use super::simd::Simd;
 use crate::ops::{AttentionOptions, Mask};
 
-/// Keys that a query at `position` sees of a context of `len` tokens; a query before the
-/// first token (more queries than tokens) sees none.
+/// Keys that a query at `position` sees of a context of `len` tokens.
 pub(super) fn visible(mask: Mask, position: i64, len: usize) -> Range<usize> {
-    match usize::try_from(position) {
-        Ok(position) => mask.first_key(position)..(position + 1).min(len),
-        Err(_) => 0..0,
-    }
+    mask.keys(position, len)
 }
 
 /// Turns the scaled products of one query with the keys from `first` on into scores; hidden

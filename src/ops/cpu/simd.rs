@@ -40,7 +40,7 @@ pub(super) trait Simd: Copy + 'static {
     /// # Safety
     /// `dst` points at `LANES` writable elements; any alignment.
     unsafe fn store(self, dst: *mut f32, a: Self::V);
-    /// Asks for the cache line at an address, which need not be valid.
+    /// Asks for the cache line at an address, which need not be valid, into all levels.
     fn prefetch<T>(self, address: *const T);
 }
 
@@ -289,7 +289,7 @@ mod x86 {
         #[inline(always)]
         fn prefetch<T>(self, address: *const T) {
             // SAFETY: a prefetch never faults.
-            unsafe { _mm_prefetch::<_MM_HINT_T1>(address.cast()) }
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(address.cast()) }
         }
     }
 
@@ -399,7 +399,7 @@ mod x86 {
         #[inline(always)]
         fn prefetch<T>(self, address: *const T) {
             // SAFETY: a prefetch never faults.
-            unsafe { _mm_prefetch::<_MM_HINT_T1>(address.cast()) }
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(address.cast()) }
         }
     }
 }

@@ -5,17 +5,29 @@
 
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::DevicePtr;
-use candle_core::{CudaStorage, Layout};
+use candle_core::{CudaDevice, CudaStorage, Layout};
 
 use super::check_stream;
 use super::execute::{Bindings, run};
 use super::storage::{allocate, cache_view, read, rows_view, write};
 use crate::error::Result;
 use crate::ops::launch::{self, Element, Scores, Slot};
+use crate::ops::resident::Placement;
 use crate::ops::{AttentionOptions, Mask, PageTable};
 
 /// A tensor inside a custom op.
 type Operand<'a> = (&'a CudaStorage, &'a Layout);
+
+/// See [`PageTable::upload`].
+pub(in crate::ops) fn upload(table: &PageTable, device: &CudaDevice) -> Result<Placement> {
+    check_stream("upload", device)?;
+    let stream = device.cuda_stream();
+    table
+        .on_device()
+        .with(&stream, table, |filled, resident, memory| {
+            Ok(resident.placement(memory, filled))
+        })
+}
 
 /// Writes checked rows into one cache tensor.
 pub(in crate::ops) fn write_rows(
@@ -59,7 +71,8 @@ pub(in crate::ops) fn attention(
         scale: options.scale,
         softcap: options.softcap,
         window: match options.mask {
-            Mask::Causal => None,
+            // `Full` was refused at the door.
+            Mask::Causal | Mask::Full => None,
             Mask::CausalWindow(window) => Some(window),
         },
         slopes: options.alibi_slopes.is_some(),

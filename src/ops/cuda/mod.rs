@@ -16,6 +16,6 @@ mod kernels;
 mod on_device;
 mod storage;
 
-pub(super) use calls::{attention, copy_blocks, merge_states, write_rows};
+pub(super) use calls::{attention, copy_blocks, merge_states, upload, write_rows};
 pub(super) use device::{check_stream, free_memory};
 pub(super) use on_device::OnDevice;

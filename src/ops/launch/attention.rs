@@ -38,8 +38,23 @@ fn decode_mma(class: usize) -> Shape {
     Shape {
         pairs: 16,
         threads,
-        shared: (16 + 2 * 2 * keys) * class * 2,
+        shared: mma_shared(16, keys, class),
     }
+}
+
+/// Tile of `decode_mma_wide_*`, for groups of more than 16 heads.
+fn decode_mma_wide(class: usize) -> Shape {
+    let keys = if class == 256 { 32 } else { 64 };
+    Shape {
+        pairs: 32,
+        threads: 128,
+        shared: mma_shared(32, keys, class),
+    }
+}
+
+/// Bytes of the queries and two stages of K and V.
+fn mma_shared(pairs: usize, keys: usize, class: usize) -> usize {
+    (pairs + 2 * 2 * keys) * class * 2
 }
 
 /// Tile of `prefill_mma_*`.
@@ -52,17 +67,20 @@ fn prefill_mma(class: usize) -> Shape {
     Shape {
         pairs,
         threads: 128,
-        shared: (pairs + 2 * 2 * keys) * class * 2,
+        shared: mma_shared(pairs, keys, class),
     }
 }
 
 /// Tile of `attend_simt_*`.
-fn attend_simt(cache: Element, class: usize) -> Shape {
-    let few_registers = cache == Element::F32 && class <= 128;
+fn attend_simt(class: usize) -> Shape {
+    const PAIRS: usize = 32;
+    // Two stages of 32 KB of K and V; then, in the same place, what the warps found: outputs and
+    // (max, sum) of each pair.
+    let (stages, found) = (2 * 32 * 1024, PAIRS * (class + 2) * size_of::<f32>());
     Shape {
-        pairs: if few_registers { 8 } else { 4 },
-        threads: THREADS,
-        shared: 0,
+        pairs: PAIRS,
+        threads: 256,
+        shared: stages.max(found),
     }
 }
 
@@ -172,29 +190,29 @@ pub fn attention(
 
     let mut launches = Vec::new();
     let element = k.element.name();
+    let without_tensor_cores = || {
+        let kernel = format!("attend_simt_{element}_d{class}");
+        (kernel, attend_simt(class))
+    };
     if batch.max_rows > 1 && batch.max_rows * group > STREAM_PAIRS {
         let (kernel, shape) = if mma {
-            (
-                format!("prefill_mma_{element}_d{class}"),
-                prefill_mma(class),
-            )
+            let kernel = format!("prefill_mma_{element}_d{class}");
+            (kernel, prefill_mma(class))
         } else {
-            (
-                format!("attend_simt_{element}_d{class}"),
-                attend_simt(k.element, class),
-            )
+            without_tensor_cores()
         };
         let tiles = batch.rows * group / shape.pairs + batch.seqs;
         launches.push(attend(kernel, tiles, shape, 0));
     }
     if streamed {
-        let (kernel, shape) = if mma {
-            (format!("decode_mma_{element}_d{class}"), decode_mma(class))
+        let (kernel, shape) = if !mma {
+            without_tensor_cores()
+        } else if group > 16 {
+            let kernel = format!("decode_mma_wide_{element}_d{class}");
+            (kernel, decode_mma_wide(class))
         } else {
-            (
-                format!("attend_simt_{element}_d{class}"),
-                attend_simt(k.element, class),
-            )
+            let kernel = format!("decode_mma_{element}_d{class}");
+            (kernel, decode_mma(class))
         };
         let tiles = (stream_rows * group).div_ceil(shape.pairs);
         launches.push(attend(kernel, slots * tiles, shape, tiles));

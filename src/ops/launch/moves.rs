@@ -4,6 +4,12 @@ use std::collections::HashSet;
 
 use super::{Arg, CacheView, Launch, Plan, RowsView, Slot, THREADS};
 
+/// Most threads of a block of `write_kv`.
+const WRITE_THREADS: usize = 256;
+
+/// Blocks of `write_kv` from which on a block takes more than one row: a few waves of any GPU.
+const WRITE_BLOCKS: usize = 2048;
+
 /// `write_kv` for one cache tensor: `rows` new rows, whose slots are in [`Slot::Slots`].
 /// Slots are distinct (the caller keeps the last of equal ones and turns the others into −1);
 /// a slot that is negative or outside the cache writes nothing.
@@ -11,11 +17,13 @@ pub fn write_kv(cache: &CacheView, new: &RowsView, rows: usize) -> Plan {
     if rows == 0 {
         return Plan::default();
     }
-    let chunks = (cache.kv_heads * cache.dim / 8) as u32;
+    // Small batches spread over the GPU; large ones fill blocks of two chunks per thread.
+    let chunks = cache.kv_heads * cache.dim / 8;
+    let per_block = (rows / WRITE_BLOCKS).clamp(1, (2 * WRITE_THREADS).div_ceil(chunks));
     let launch = Launch {
         kernel: format!("write_kv_{}_{}", new.element.name(), cache.element.name()),
-        grid: [rows as u32, 1, 1],
-        block: chunks.next_multiple_of(32).min(256),
+        grid: [rows.div_ceil(per_block) as u32, 1, 1],
+        block: (chunks * per_block).next_multiple_of(32).min(WRITE_THREADS) as u32,
         shared: 0,
         args: vec![
             cache.arg(Slot::Cache),
@@ -26,6 +34,8 @@ pub fn write_kv(cache: &CacheView, new: &RowsView, rows: usize) -> Plan {
             Arg::I64(new.strides[2] as i64),
             Arg::I64(cache.block_stride as i64),
             Arg::I64((cache.num_blocks * cache.block_size) as i64),
+            Arg::U32(rows as u32),
+            Arg::U32(per_block as u32),
             Arg::U32(cache.kv_heads as u32),
             Arg::U32(cache.dim as u32),
             Arg::U32(cache.block_shift()),
@@ -102,7 +112,8 @@ pub fn merge_states(pairs: usize, v_dim: usize) -> Plan {
     }
     let launch = Launch {
         kernel: "merge_states".into(),
-        grid: [pairs as u32, 1, 1],
+        // A warp per pair.
+        grid: [pairs.div_ceil(THREADS as usize / 32) as u32, 1, 1],
         block: THREADS,
         shared: 0,
         args: vec![
@@ -112,6 +123,7 @@ pub fn merge_states(pairs: usize, v_dim: usize) -> Plan {
             Arg::Buffer(Slot::ALse, 0),
             Arg::Buffer(Slot::BOut, 0),
             Arg::Buffer(Slot::BLse, 0),
+            Arg::U32(pairs as u32),
             Arg::U32(v_dim as u32),
         ],
     };

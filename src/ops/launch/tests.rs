@@ -47,7 +47,7 @@ const DECODE: Batch = Batch {
 fn every_chunk_of_every_sequence_has_a_slot_of_its_own() {
     for block_size in [1, 16, 256] {
         let (mut pages, mut next) = (0, 0);
-        for (seq, len) in [0usize, 1, 255, 256, 257, 4095, 4096, 0, 5000, 300_001]
+        for (seq, len) in [0usize, 1, 255, 256, 257, 8192, 8193, 0, 9000, 300_001]
             .into_iter()
             .enumerate()
         {
@@ -74,6 +74,38 @@ fn a_decode_step_reads_no_length_on_the_host() {
     assert_eq!(plan.launches[0].grid, [slots as u32, 2, 1]);
     assert_eq!(plan.launches[1].grid, [3, 8, 1]);
     assert_eq!(plan.workspace, slots * 8 * (128 + 2) * 4);
+}
+
+/// Every grouping up to 32 has one block per chunk and KV head: one read of K/V.
+#[test]
+fn one_block_reads_a_chunk_for_all_heads_of_a_group() {
+    let slots = 300 * 16 / 256 + 3;
+    for element in [Element::F32, Element::BF16] {
+        for group in 1..=32 {
+            let (q, cache) = views(group, 128, element);
+            let launch = &plan(&q, &cache, &DECODE).launches[0];
+            assert_eq!(launch.grid, [slots as u32, 2, 1], "{group}: {launch:?}");
+        }
+        let (q, cache) = views(33, 128, element);
+        let launch = &plan(&q, &cache, &DECODE).launches[0];
+        assert_eq!(launch.grid[0] as usize % slots, 0, "33 heads side by side");
+        assert!(launch.grid[0] as usize > slots);
+    }
+}
+
+#[test]
+fn write_kv_takes_several_rows_per_block_only_when_there_are_many() {
+    let (q, cache) = views(1, 64, Element::F16);
+    let shape = |rows| {
+        let launch = write_kv(&cache, &q, rows).launches.remove(0);
+        (launch.grid[0], launch.block)
+    };
+    // A row of 2 x 64 elements is 16 chunks of 8.
+    assert_eq!(shape(1), (1, 32));
+    assert_eq!(shape(4095), (4095, 32));
+    assert_eq!(shape(4096), (2048, 32));
+    // 32 rows are the 512 chunks that 256 threads take.
+    assert_eq!(shape(1_000_000), (31_250, 256));
 }
 
 #[test]

@@ -48,7 +48,7 @@ impl Activations {
 
     /// The rows from `first` on, of `blocks` blocks each.
     #[inline(always)]
-    pub(super) fn from_row(&self, first: usize, blocks: usize) -> Rounded<'_> {
+    pub(super) fn rows_at(&self, first: usize, blocks: usize) -> Rounded<'_> {
         Rounded {
             quants: &self.quants[first * blocks * BLOCK..],
             scales: &self.scales[first * blocks..],

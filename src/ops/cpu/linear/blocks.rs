@@ -187,7 +187,7 @@ impl BlockTiles<'_> {
             let tile = self.weight.tile(number);
             let mut row = 0;
             while row < rows {
-                let x = self.x.from_row(row, blocks);
+                let x = self.x.rows_at(row, blocks);
                 row += match rows - row {
                     8.. if S::Floats::MANY_REGISTERS => {
                         self.block::<S, BITS, MINIMA, 8>(simd, offset, tile, x, number, row)

@@ -1,0 +1,347 @@
+//! Cascade: prefixes that sequences share are read once, and nothing else changes.
+
+use std::sync::Arc;
+
+use candle_core::{DType, Tensor};
+use candle_paged_attn::Error;
+use candle_paged_attn::ops::{
+    AttentionOptions, Cascade, Mask, PageTable, cascade_attention, paged_attention,
+    paged_attention_state, portable,
+};
+
+use crate::common::Rng;
+use crate::common::paged::{Batch, Dense, Setup, Shape, bits, close, shapes, tolerance};
+use crate::common::reference::reference;
+
+/// One sequence of a batch with shared blocks: it starts with the first `shared` blocks of
+/// sequence `with`.
+#[derive(Clone, Copy)]
+struct Sharing {
+    shape: Shape,
+    with: usize,
+    shared: usize,
+}
+
+/// A batch whose tables share physical blocks: those that would hold copies are poisoned.
+fn build(setup: &Setup, sharing: &[Sharing]) -> Batch {
+    let mut setup = setup.clone();
+    setup.seqs = sharing.iter().map(|s| s.shape).collect();
+    let bs = setup.block_size;
+    let plain = setup.build();
+    let mut seqs: Vec<Dense> = plain.seqs;
+    for (i, s) in sharing.iter().enumerate() {
+        let (before, own) = seqs.split_at_mut(i);
+        let Some(other) = before.get(s.with) else {
+            continue;
+        };
+        let (k, v) = (kv_row(&setup).0 * bs, kv_row(&setup).1 * bs);
+        own[0].k[..s.shared * k].copy_from_slice(&other.k[..s.shared * k]);
+        own[0].v[..s.shared * v].copy_from_slice(&other.v[..s.shared * v]);
+    }
+    let mut batch = Batch::place(&setup, seqs, setup.seed ^ 0xca5c);
+    let mut table = PageTable::new(bs).unwrap();
+    let mut lists: Vec<Vec<u32>> = Vec::new();
+    let mut copies = Vec::new();
+    for (i, s) in sharing.iter().enumerate() {
+        let mut pages = batch.table.pages(i).0.to_vec();
+        if i > s.with {
+            copies.extend_from_slice(&pages[..s.shared]);
+            pages[..s.shared].copy_from_slice(&lists[s.with][..s.shared]);
+        }
+        let slots = &batch.table.slots()[rows_of(&batch.table, i)];
+        table.push(&pages, 0, s.shape.len, slots).unwrap();
+        lists.push(pages);
+    }
+    for page in copies {
+        for cache in [&batch.k_cache, &batch.v_cache] {
+            let block = cache.narrow(0, page as usize, 1).unwrap();
+            let nan = (block.copy().unwrap() * f64::NAN).unwrap();
+            cache.slice_set(&nan, 0, page as usize).unwrap();
+        }
+    }
+    batch.table = table;
+    batch
+}
+
+fn rows_of(table: &PageTable, seq: usize) -> std::ops::Range<usize> {
+    table.query_offsets()[seq] as usize..table.query_offsets()[seq + 1] as usize
+}
+
+/// Elements of a K and of a V row.
+fn kv_row(setup: &Setup) -> (usize, usize) {
+    let d = setup.dims;
+    (d.kv_heads * d.k_dim, d.kv_heads * d.v_dim)
+}
+
+fn one(len: usize, rows: usize, with: usize, shared: usize) -> Sharing {
+    let shape = Shape { len, rows };
+    Sharing {
+        shape,
+        with,
+        shared,
+    }
+}
+
+/// Sequence 0 and others that start with `shared` blocks of it, a decode row each.
+fn behind_one_prompt(lens: &[usize], shared: usize) -> Vec<Sharing> {
+    lens.iter().map(|&len| one(len, 1, 0, shared)).collect()
+}
+
+/// Kernel and portable cascade against the f64 reference. Answers the cascade.
+fn check(batch: &Batch, options: &AttentionOptions, what: &str) -> Cascade {
+    let mut cascade = Cascade::default();
+    assert!(cascade.find(&batch.table, options.mask).unwrap(), "{what}");
+    let want = batch.reference(options);
+    for (op, who) in [
+        (cascade_attention as Op, "kernels"),
+        (portable::cascade_attention as Op, "portable"),
+    ] {
+        let got = op(&batch.q, &batch.k_cache, &batch.v_cache, &cascade, options).unwrap();
+        assert_eq!(got.dtype(), batch.q.dtype());
+        let off = tolerance(batch.setup.q_dtype);
+        let what = format!("{what}, {who}");
+        close(&got, &want.out, batch.setup.dims.v_dim, off, &what);
+    }
+    cascade
+}
+
+type Op =
+    fn(&Tensor, &Tensor, &Tensor, &Cascade, &AttentionOptions) -> candle_paged_attn::Result<Tensor>;
+
+/// What a batch would have to be like for each option, in turn.
+fn variants(batch: &Batch) -> Vec<(&'static str, AttentionOptions)> {
+    let heads = batch.setup.dims.heads;
+    let per_head = |f: fn(usize) -> f32| -> Arc<[f32]> { (0..heads).map(f).collect() };
+    let slopes = per_head(|h| 0.5f32.powi(1 + h as i32 % 8));
+    let sinks = per_head(|h| [0.3, f32::NEG_INFINITY, 4.0, -1.0][h % 4]);
+    let plain = batch.options();
+    vec![
+        ("plain", plain.clone()),
+        ("softcap", plain.clone().with_softcap(3.0)),
+        ("ALiBi", plain.clone().with_alibi_slopes(slopes.clone())),
+        ("sinks", plain.clone().with_sinks(sinks.clone())),
+        ("wide window", plain.clone().with_window(4096)),
+        (
+            "all",
+            plain
+                .with_softcap(5.0)
+                .with_alibi_slopes(slopes)
+                .with_sinks(sinks)
+                .with_window(1000),
+        ),
+    ]
+}
+
+#[test]
+fn many_behind_one_prompt_in_every_dtype_and_geometry() {
+    let lens = [161, 190, 160, 176, 163];
+    for (heads, kv_heads, k_dim, v_dim) in [
+        (6, 2, 64, 64),
+        (4, 4, 40, 40),
+        (7, 1, 128, 128),
+        (16, 1, 80, 80),
+        (9, 3, 64, 32),
+        (40, 8, 24, 8),
+    ] {
+        for (cache, q) in [
+            (DType::F32, DType::F32),
+            (DType::F16, DType::F16),
+            (DType::BF16, DType::BF16),
+            (DType::F16, DType::F32),
+        ] {
+            let mut setup = Setup::new(heads, kv_heads, k_dim, &[]);
+            setup.dims.v_dim = v_dim;
+            (setup.cache_dtype, setup.q_dtype) = (cache, q);
+            let batch = build(&setup, &behind_one_prompt(&lens, 9));
+            for (what, options) in variants(&batch) {
+                let what = format!("{heads}/{kv_heads} x {k_dim}/{v_dim}, {cache:?}, {what}");
+                let cascade = check(&batch, &options, &what);
+                assert_eq!(cascade.tokens_saved(), 4 * 9 * 16);
+                assert_eq!(cascade.prefixes().collect::<Vec<_>>(), [(144, 5)]);
+            }
+        }
+    }
+}
+
+/// The prefix ends where a block does, before the first query: a sequence of 161 tokens reads
+/// ten blocks with others, one of 160 nine, because its query stands in the tenth.
+#[test]
+fn a_prefix_ends_with_the_last_block_before_the_first_query() {
+    let setup = Setup::new(4, 2, 32, &[]);
+    let of = |lens: &[usize], shared: usize| {
+        let batch = build(&setup, &behind_one_prompt(lens, shared));
+        let cascade = check(&batch, &batch.options(), "edge");
+        cascade.prefixes().collect::<Vec<_>>()
+    };
+    assert_eq!(of(&[200, 161, 177], 10), [(160, 3)]);
+    assert_eq!(of(&[200, 160], 10), [(144, 2)]);
+    assert_eq!(of(&[200, 162, 163], 10), [(160, 3)]);
+    assert_eq!(of(&[17, 17], 1), [(16, 2)]);
+    let none = |lens: &[usize], shared| {
+        let batch = build(&setup, &behind_one_prompt(lens, shared));
+        let mut cascade = Cascade::default();
+        assert!(!cascade.find(&batch.table, Mask::Causal).unwrap());
+        assert_eq!(cascade.tokens_saved(), 0);
+        let options = batch.options();
+        let refused =
+            cascade_attention(&batch.q, &batch.k_cache, &batch.v_cache, &cascade, &options);
+        assert!(matches!(
+            refused,
+            Err(Error::Shape { .. } | Error::InvalidArgument { .. })
+        ));
+    };
+    none(&[16, 16], 1);
+    none(&[40, 50], 0);
+    none(&[100], 0);
+}
+
+/// Where prefixes are nested, the choice saves the most tokens (counted by hand).
+#[test]
+fn nested_prefixes_are_chosen_by_what_they_save() {
+    let setup = Setup::new(2, 1, 16, &[]);
+    let prefixes = |sharing: &[Sharing]| {
+        let batch = build(&setup, sharing);
+        let cascade = check(&batch, &batch.options(), "nested");
+        let mut prefixes: Vec<_> = cascade.prefixes().collect();
+        prefixes.sort_unstable();
+        (cascade.tokens_saved(), prefixes)
+    };
+    // 2 blocks behind 4 sequences; two pairs among them share 12: 2 * 12 > 3 * 2.
+    let pairs = [
+        one(200, 1, 0, 0),
+        one(210, 1, 0, 12),
+        one(220, 1, 0, 2),
+        one(230, 1, 2, 12),
+    ];
+    assert_eq!(prefixes(&pairs), (24 * 16, vec![(192, 2), (192, 2)]));
+    // 10 blocks behind 4; one pair shares a further one: 3 * 10 > 11.
+    let all = [
+        one(200, 1, 0, 0),
+        one(210, 1, 0, 11),
+        one(220, 1, 0, 10),
+        one(230, 1, 0, 10),
+    ];
+    assert_eq!(prefixes(&all), (30 * 16, vec![(160, 4)]));
+    // A pair that shares 12 blocks stays a pair, two others take the 2 of all of them.
+    let mixed = [
+        one(200, 1, 0, 0),
+        one(210, 1, 0, 12),
+        one(220, 1, 0, 2),
+        one(230, 1, 0, 2),
+        one(240, 1, 0, 2),
+    ];
+    assert_eq!(prefixes(&mixed), (16 * 16, vec![(32, 3), (192, 2)]));
+}
+
+/// Prompts that wait, chunks, verification rows and decodes; several prefixes, in an order that
+/// mixes them; sequences that share nothing.
+#[test]
+fn random_batches_agree_with_the_reference() {
+    let mut rng = Rng(11);
+    let mut found = 0;
+    for case in 0..60 {
+        let (heads, kv_heads) = [(4, 2), (6, 2), (3, 3), (8, 1), (71, 1)][rng.below(5)];
+        let mut setup = Setup::new(heads, kv_heads, 8 * (1 + rng.below(8)), &[]);
+        setup.block_size = [1, 4, 16, 32][rng.below(4)];
+        setup.seed = 100 + case;
+        let dtype = [DType::F32, DType::F16, DType::BF16][rng.below(3)];
+        (setup.cache_dtype, setup.q_dtype) = (dtype, dtype);
+        let bs = setup.block_size;
+        let mut sharing: Vec<Sharing> = Vec::new();
+        for i in 0..2 + rng.below(9) {
+            let len = 1 + rng.below(12 * bs);
+            let rows = [1, 1, 1, 1 + rng.below(5), 1 + rng.below(40)][rng.below(5)].min(len);
+            let with = rng.below(i + 1);
+            let other = sharing.get(with).map_or(0, |s| s.shape.len);
+            let most = (len - 1).min(other) / bs;
+            let shared = rng.below(most + 1).max(most.min(rng.below(3)));
+            sharing.push(one(len, rows, with, shared));
+        }
+        let batch = build(&setup, &sharing);
+        for (what, options) in variants(&batch) {
+            let mut cascade = Cascade::default();
+            if cascade.find(&batch.table, options.mask).unwrap() {
+                found += 1;
+                check(&batch, &options, &format!("case {case}, {what}"));
+            }
+        }
+    }
+    assert!(found > 200, "{found} cascades are too few to say anything");
+}
+
+/// A window narrower than a context: that sequence sees less than the prefix and stays alone.
+#[test]
+fn a_sequence_whose_window_hides_part_of_the_prefix_stays_alone() {
+    let setup = Setup::new(4, 2, 32, &[]);
+    let batch = build(&setup, &behind_one_prompt(&[100, 120, 121, 90], 5));
+    let options = batch.options().with_window(120);
+    let cascade = check(&batch, &options, "window");
+    assert_eq!(cascade.prefixes().collect::<Vec<_>>(), [(80, 3)]);
+    let refused = cascade_attention(
+        &batch.q,
+        &batch.k_cache,
+        &batch.v_cache,
+        &cascade,
+        &batch.options(),
+    );
+    assert!(matches!(refused, Err(Error::InvalidArgument { .. })));
+}
+
+/// Who shares nothing gets the bits of the op without a cascade, with sinks and 16 bits too.
+#[test]
+fn rows_outside_a_cascade_keep_their_bits() {
+    for dtype in [DType::F32, DType::F16] {
+        let mut setup = Setup::new(6, 2, 64, &[]);
+        (setup.cache_dtype, setup.q_dtype) = (dtype, dtype);
+        let sharing = [
+            one(90, 1, 0, 0),
+            one(300, 1, 1, 0),
+            one(95, 2, 0, 5),
+            one(150, 40, 3, 0),
+        ];
+        let batch = build(&setup, &sharing);
+        for (what, options) in variants(&batch) {
+            let cascade = check(&batch, &options, what);
+            let args = (&batch.q, &batch.k_cache, &batch.v_cache);
+            let plain = paged_attention(args.0, args.1, args.2, &batch.table, &options).unwrap();
+            let got = cascade_attention(args.0, args.1, args.2, &cascade, &options).unwrap();
+            for seq in [1, 3] {
+                let rows = rows_of(&batch.table, seq);
+                let of = |x: &Tensor| bits(&x.narrow(0, rows.start, rows.len()).unwrap());
+                assert_eq!(of(&got), of(&plain), "{what}, sequence {seq}");
+            }
+        }
+    }
+}
+
+/// Without causality: every row sees every key, however many rows there are.
+#[test]
+fn the_full_mask_shows_every_key_to_every_row() {
+    for (len, rows) in [(1, 5), (40, 1), (40, 3), (300, 200), (16, 64)] {
+        let mut setup = Setup::new(6, 2, 32, &[]);
+        setup.seqs = shapes(&[(len, rows)]);
+        let batch = setup.build();
+        let options = batch.options().with_mask(Mask::Full);
+        let seq = &batch.seqs[0];
+        let rules = crate::common::reference::Rules {
+            scale: f64::from(batch.scale()),
+            ..Default::default()
+        };
+        let width = setup.dims.heads * setup.dims.k_dim;
+        // One row at a time it stands at the end of the context.
+        let (mut out, mut lse) = (Vec::new(), Vec::new());
+        for row in seq.q.chunks(width) {
+            let one = reference(row, &seq.k, &seq.v, setup.dims, &rules);
+            out.extend(one.out);
+            lse.extend(one.lse);
+        }
+        let args = (&batch.q, &batch.k_cache, &batch.v_cache, &batch.table);
+        for state in [
+            paged_attention_state(args.0, args.1, args.2, args.3, &options).unwrap(),
+            portable::paged_attention_state(args.0, args.1, args.2, args.3, &options).unwrap(),
+        ] {
+            close(&state.out, &out, 32, 1e-5, "full");
+            crate::common::paged::close_lse(&state.lse, &lse, "full");
+        }
+    }
+}
