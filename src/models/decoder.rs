@@ -77,11 +77,11 @@ impl Decoder {
             device,
         };
         let embedding = loader.matrix(names.embedding, spec.vocab, spec.hidden)?;
-        let embedding = Embedding::new(embedding, dtype, device)?;
-        let head = if spec.has_head(weights) {
-            loader.linear(names.head, spec.vocab, spec.hidden, spec.head_bias)?
+        let (embedding, head) = if spec.has_head(weights) {
+            let head = loader.linear(names.head, spec.vocab, spec.hidden, spec.head_bias)?;
+            (Embedding::new(embedding, dtype, device)?, head)
         } else {
-            embedding.tied_head(device)?
+            Embedding::with_head(embedding, dtype, device)?
         };
         let mut kinds: Vec<&RopeSpec> = Vec::new();
         let mut layers = Vec::with_capacity(spec.layers.len());
