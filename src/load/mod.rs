@@ -13,6 +13,7 @@ mod json;
 mod mmap;
 mod pretrained;
 pub mod safetensors;
+mod sentencepiece;
 mod splitting;
 mod text_stream;
 pub mod tokenizer;
