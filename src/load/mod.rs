@@ -14,6 +14,7 @@ mod mmap;
 mod pretrained;
 mod progress;
 pub mod safetensors;
+mod sentencepiece;
 mod splitting;
 mod text_stream;
 pub mod tokenizer;

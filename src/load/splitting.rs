@@ -32,18 +32,28 @@ macro_rules! llama3 {
 const LLAMA3: &str = llama3!(r"\p{N}{1,3}");
 const QWEN2: &str = llama3!(r"\p{N}");
 
-/// GPT-4o's expression (the `tokenizer.json` of GPT-OSS).
-const GPT4O: &str = concat!(
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|",
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|",
-    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-);
+/// GPT-4o's expression (the `tokenizer.json` of GPT-OSS), of which Tekken (that of Mistral Nemo)
+/// lacks the contractions and takes digits one by one.
+macro_rules! gpt4o {
+    ($contractions:literal, $digits:literal) => {
+        concat!(
+            r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
+            $contractions,
+            r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
+            $contractions,
+            "|",
+            $digits,
+            r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+        )
+    };
+}
+const GPT4O: &str = gpt4o!(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?", r"\p{N}{1,3}");
+const TEKKEN: &str = gpt4o!("", r"\p{N}");
 
 /// The rule that a GGUF file calls `pre`; `place` names the file in errors. The names are
 /// llama.cpp's (`src/llama-vocab.cpp`), which stand for regular expressions: GPT-2's, alone or
-/// after every digit was set apart, or those above. The regular expression of [`ByteLevel`] is
+/// after every digit was set apart, or those above. llama.cpp reads GPT-4o's and Tekken's letter
+/// classes as ASCII's, and so differs where capitals are accented or marks combine. The regular expression of [`ByteLevel`] is
 /// GPT-2's, and `char::is_numeric`, by which [`Digits`] splits, is `\p{N}`.
 ///
 /// # Errors
@@ -56,25 +66,29 @@ pub(super) fn rule(pre: &str, place: &str) -> Result<Rule> {
         "smollm" | "starcoder" | "refact" => {
             Sequence::new(vec![Digits::new(true).into(), gpt2().into()]).into()
         }
-        "llama-bpe" | "llama3" | "llama-v3" | "dbrx" | "smaug-bpe" | "glm4" => words(LLAMA3)?,
-        "qwen2" | "stablelm2" => words(QWEN2)?,
+        "llama-bpe" | "llama3" | "llama-v3" | "dbrx" | "smaug-bpe" | "glm4" | "chatglm-bpe" => {
+            words(LLAMA3)?
+        }
+        "qwen2" | "deepseek-r1-qwen" | "stablelm2" => words(QWEN2)?,
         "gpt-4o" => words(GPT4O)?,
+        "tekken" => words(TEKKEN)?,
         other => {
             return Err(Error::Unsupported {
                 what: "pre-tokenizer",
                 got: format!("`{other}` in {place}"),
                 supported: "`gpt-2`, `phi-2`, `olmo`, `smollm`, `starcoder`, `refact`, \
-                            `llama-bpe`, `dbrx`, `smaug-bpe`, `glm4`, `qwen2`, `stablelm2`, \
-                            `gpt-4o`"
+                            `llama-bpe`, `dbrx`, `smaug-bpe`, `glm4`, `chatglm-bpe`, `qwen2`, \
+                            `deepseek-r1-qwen`, `stablelm2`, `gpt-4o`, `tekken`"
                     .into(),
             });
         }
     };
     let llama3 = matches!(pre, "llama-bpe" | "llama3" | "llama-v3");
+    let tekken = pre == "tekken";
     Ok(Rule {
         split,
-        ignore_merges: llama3,
-        add_bos: llama3,
+        ignore_merges: llama3 || tekken || pre == "glm4",
+        add_bos: llama3 || tekken,
     })
 }
 

@@ -13,7 +13,9 @@ use crate::error::{Error, Result};
 /// first token of a text differently. So each piece is the *difference* between decoding a
 /// short window of tokens with and without the new one (the method of Hugging Face's
 /// text-generation-inference), and text that ends in U+FFFD waits until a token completes the
-/// character or [`TextStream::finish`] says that none will come.
+/// character or [`TextStream::finish`] says that none will come. Byte tokens (`<0xE2>`, the
+/// fallback of SentencePiece) wait for the token after them: decoded as a whole, a run of them is
+/// text only if all of it is valid UTF-8.
 ///
 /// A push decodes the tokens since the last piece but one: two or three in ordinary text.
 #[derive(Debug, Clone)]
@@ -48,6 +50,10 @@ impl TextStream {
             // Tokens without text would only make the window longer.
             None => return Ok(None),
             Some(text) if self.skip_special && added.is_special_token(&text) => return Ok(None),
+            Some(text) if is_byte(&text) => {
+                self.window.push(token);
+                return Ok(None);
+            }
             Some(_) => self.window.push(token),
         }
         let new = self.new_text().inspect_err(|_| {
@@ -91,4 +97,10 @@ impl TextStream {
             .map_or(old.len().min(all.len()), |((at, _), _)| at);
         Ok(all.get(agree..).unwrap_or_default().to_string())
     }
+}
+
+/// Whether the token is `<0xE2>` or the like.
+fn is_byte(token: &str) -> bool {
+    let digits = token.strip_prefix("<0x").and_then(|t| t.strip_suffix('>'));
+    digits.is_some_and(|d| d.len() == 2 && u8::from_str_radix(d, 16).is_ok())
 }
