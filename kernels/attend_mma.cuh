@@ -109,7 +109,7 @@ __device__ __forceinline__ void attend_mma(const Args& a) {
 
     const int32_t first = w.begin + tile * BN + warp_n * NW;
     // Every pair of the block sees every key of this tile.
-    const bool open = a.window == 0 && first + NW <= min(w.position(w.first_pair) + 1, w.end);
+    const bool open = (a.window == 0 || a.window == EVERY_KEY) && first + NW <= min(w.position(a, w.first_pair) + 1, w.end);
     // One rule at a time, each behind one branch for all scores.
     auto each_score = [&](auto rule) {
       UNROLL
@@ -231,6 +231,7 @@ __device__ __forceinline__ void attend_mma(const Args& a) {
         if (pair >= w.pairs) continue;
         uint32_t head = w.head(pair);
         int64_t row = int64_t(w.first_row + w.row(pair)) * a.heads + head;
+        top[t][r] += w.late_bias(a, pair);
         float factor = normaliser(a.sinks, head, top[t][r], sum[t][r]);
         if (a.lse && lane % 4 == 0) a.lse[row] = log_sum_exp(top[t][r], sum[t][r]);
         UNROLL

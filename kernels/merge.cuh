@@ -22,7 +22,7 @@ __device__ __forceinline__ void reduce(void* out, float* lse, const float* parti
 
   uint32_t seq = blockIdx.x, head = blockIdx.y, row = blockIdx.z;
   uint32_t first_row = query_offsets[seq], rows = query_offsets[seq + 1] - first_row;
-  if (row >= rows || !is_streamed(rows, heads / kv_heads)) return;
+  if (row >= rows || !is_streamed(rows, heads / kv_heads, window)) return;
   Stream stream(int32_t(seq_lens[seq]), int32_t(rows), window);
   if (stream.chunks == 1) return;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;

@@ -5,8 +5,11 @@
 
 namespace paged {
 
-// A sequence with one row, or with at most this many pairs per KV head, is streamed.
-constexpr uint32_t STREAM_PAIRS = 16;
+// A sequence with one row, or with at most this many pairs per KV head, is streamed; the second
+// number is that of a mask without causality.
+constexpr uint32_t STREAM_PAIRS = 16, STREAM_PAIRS_FULL = 128;
+// The `window` of a mask without causality: every query sees every key.
+constexpr uint32_t EVERY_KEY = 0xffffffffu;
 // Keys of the smallest context chunk.
 constexpr int32_t CHUNK = 256;
 constexpr float LOG2_E = 1.4426950408889634f;
@@ -30,7 +33,7 @@ struct Args {
   const float* sinks;     // [heads], or null
   int64_t q_row_stride, q_head_stride, k_block_stride, v_block_stride;  // elements
   uint32_t seqs, heads, kv_heads, k_dim, v_dim, block_shift;
-  uint32_t window;        // keys a query sees, itself included; 0: all
+  uint32_t window;        // keys a query sees, itself included; 0: all up to its own; or EVERY_KEY
   uint32_t q_code, out_code;
   uint32_t stream_rows;   // rows per chunk slot in `partial`
   uint32_t tiles;         // blocks per chunk slot; 0: this launch takes what is not streamed
@@ -38,14 +41,14 @@ struct Args {
   float softcap;          // 0: none
 };
 
-__device__ __forceinline__ bool is_streamed(uint32_t rows, uint32_t group) {
-  return rows == 1 || rows * group <= STREAM_PAIRS;
+__device__ __forceinline__ bool is_streamed(uint32_t rows, uint32_t group, uint32_t window) {
+  return rows == 1 || rows * group <= (window == EVERY_KEY ? STREAM_PAIRS_FULL : STREAM_PAIRS);
 }
 __device__ __forceinline__ int32_t chunk_keys(int32_t keys) { return keys <= 8192 ? CHUNK : 2 * CHUNK; }
 
 // First key that a query at `position` >= 0 sees.
 __device__ __forceinline__ int32_t first_key(int32_t position, uint32_t window) {
-  return window == 0 ? 0 : max(position + 1 - int32_t(window), 0);
+  return window == 0 || window == EVERY_KEY ? 0 : max(position + 1 - int32_t(window), 0);
 }
 
 // First chunk slot of a sequence: at least one, and at least one per CHUNK listed tokens, follow.
@@ -87,7 +90,7 @@ struct Stream {
 struct Work {
   uint32_t seq, kv_head, group;
   uint32_t first_row;      // of the sequence in the batch
-  int32_t first_position;  // of that row; negative if there are more rows than tokens
+  int32_t first_position;  // of that row, see `position`; negative if there are more rows than tokens
   uint32_t first_pair, pairs;  // first of this block, and number in the sequence
   int32_t begin, end;      // keys that any pair of this block sees
   uint32_t span;           // a query sees the keys at distances below
@@ -117,9 +120,9 @@ struct Work {
     uint32_t rows = a.query_offsets[seq + 1] - first_row;
     pairs = rows * group;
     first_pair = tile * tile_pairs;
-    if (first_pair >= pairs || is_streamed(rows, group) != streaming) return false;
+    if (first_pair >= pairs || is_streamed(rows, group, a.window) != streaming) return false;
     int32_t len = int32_t(a.seq_lens[seq]);
-    first_position = len - int32_t(rows);
+    first_position = len - (a.window == EVERY_KEY ? 1 : int32_t(rows));
     page_base = int64_t(a.indptr[seq]) - a.first_page[seq];
     span = a.window == 0 ? 1u << 31 : min(a.window, 1u << 31);
     split = false;
@@ -132,16 +135,23 @@ struct Work {
       split = stream.chunks > 1;
     } else {
       uint32_t last_pair = min(first_pair + tile_pairs, pairs) - 1;
-      end = max(min(position(last_pair) + 1, len), 0);
-      begin = min(first_key(max(position(first_pair), 0), a.window), end);
+      end = max(min(position(a, last_pair) + 1, len), 0);
+      begin = min(first_key(max(position(a, first_pair), 0), a.window), end);
     }
     return true;
   }
 
   __device__ __forceinline__ uint32_t row(uint32_t pair) const { return pair / group; }
   __device__ __forceinline__ uint32_t head(uint32_t pair) const { return kv_head * group + pair % group; }
-  __device__ __forceinline__ int32_t position(uint32_t pair) const {
-    return first_position + int32_t(pair / group);
+  // The last key that a pair sees. Without causality all queries are taken to stand at the last
+  // token; what their places change, `late_bias` adds.
+  __device__ __forceinline__ int32_t position(const Args& a, uint32_t pair) const {
+    return first_position + (a.window == EVERY_KEY ? 0 : int32_t(pair / group));
+  }
+  // What is missing in all scores of a pair, so in their maximum: it stands before the last token.
+  __device__ __forceinline__ float late_bias(const Args& a, uint32_t pair) const {
+    if (a.window != EVERY_KEY || a.slopes == nullptr) return 0.f;
+    return a.slopes[head(pair)] * float((pairs - 1) / group - pair / group);
   }
   // The block of a token that this block of threads reads.
   __device__ __forceinline__ uint32_t page(const Args& a, int32_t token) const {
@@ -170,7 +180,7 @@ struct Query {
   // A pair past the sequence's last sees nothing.
   __device__ __forceinline__ Query(const Args& a, const Work& w, uint32_t pair) {
     bool real = pair < w.pairs;
-    position = real ? w.position(pair) : -1;
+    position = real ? w.position(a, pair) : -1;
     slope = real && a.slopes ? a.slopes[w.head(pair)] : 0.f;
   }
   // A later key is a distance below 0, which is a large one without a sign.
@@ -265,6 +275,7 @@ __device__ __forceinline__ void merge_parts(const Args& a, const Work& w, int pa
       sum += share * sums[(part * m + p) * 2 + 1];
       value += share * values[(part * m + p) * stride + d];
     }
+    top += w.late_bias(a, pair);
     if (w.split) {
       int64_t record = w.record(a, pair);
       a.partial[record * a.v_dim + d] = value;

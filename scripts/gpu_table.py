@@ -28,6 +28,9 @@ def main():
     for f in ours["prefill"]:
         other = theirs.get(f["tokens"])
         print(f"{f['tokens']:21} {f['microseconds']:8.1f} {f['teraflops']:8.0f}  {f'{other:13.0f}' if other else '            -'}")
+    f = ours["cascade"]
+    print(f"\ncascade: {f['sequences']} sequences that share {f['shared_tokens']} tokens: "
+          f"{f['microseconds']:.1f} us, without {f['plain_microseconds']:.1f} us")
 
 
 main()

@@ -101,6 +101,16 @@ FAULTS = [
         (MMA, "min(w.position(w.first_pair) + 1, w.end);", "w.end;")]),
     ("31", "sink taken for a key with a value", "plain", [
         (PROBLEM, "return w / (sum * w + weight(sink, top));", "return w / (sum * w);")]),
+    ("32", "without causality each query sees no more than up to its own place", "plain", [
+        (PROBLEM, "(a.window == EVERY_KEY ? 1 : int32_t(rows))", "int32_t(rows)"),
+        (PROBLEM, "(a.window == EVERY_KEY ? 0 : int32_t(pair / group))", "int32_t(pair / group)")]),
+    ("33", "without causality the slopes take all queries for the last one", "plain", [
+        (MMA, "top[t][r] += w.late_bias", "w.late_bias")]),
+    ("33b", "the same where warps share pairs", "plain", [(PROBLEM, "top += w.late_bias", "w.late_bias")]),
+    ("34", "reduce leaves out what is streamed without causality alone", "plain", [
+        (MERGE, "heads / kv_heads, window)", "heads / kv_heads, 0)")]),
+    ("35", "without causality the last tile shows keys past the end", "plain ptx", [
+        (MMA, "(a.window == 0 || a.window == EVERY_KEY) &&", "a.window == EVERY_KEY || a.window == 0 &&")]),
     ("D1", "operands of mma swapped in the assembly", "ptx", [
         (PLATFORM, '"r"(b0), "r"(b1));', '"r"(b1), "r"(b0));')]),
     ("D2", ".trans missing in the assembly", "ptx", [(PLATFORM, "x4.trans.shared", "x4.shared")]),

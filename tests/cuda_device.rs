@@ -8,6 +8,8 @@ mod common;
 
 #[path = "cuda_device/bench.rs"]
 mod bench;
+#[path = "ops/cascade.rs"]
+mod cascade;
 #[path = "models/checkpoint.rs"]
 #[allow(dead_code)]
 mod checkpoint;

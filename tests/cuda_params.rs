@@ -7,6 +7,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use candle_paged_attn::ops::Mask;
 use candle_paged_attn::ops::launch::{
     self, Arg, Batch, CacheView, Element, Launch, RowsView, Scores, Slot,
 };
@@ -65,7 +66,7 @@ fn launches() -> Vec<Launch> {
             let scores = Scores {
                 scale: 0.125,
                 softcap: Some(30.0),
-                window: Some(100),
+                mask: Mask::CausalWindow(100),
                 slopes: true,
                 sinks: !state,
             };
@@ -140,7 +141,7 @@ fn absent_inputs_are_null_pointers() {
     let scores = |given| Scores {
         scale: 1.0,
         softcap: None,
-        window: None,
+        mask: Mask::Causal,
         slopes: given,
         sinks: given,
     };

@@ -10,9 +10,9 @@ use candle_core::{DType, Device};
 use candle_paged_attn::cache::{
     AddOptions, CacheConfig, CacheSpec, Feed, PagedKvCache, SequenceId,
 };
-use candle_paged_attn::ops::PageTable;
 use candle_paged_attn::ops::launch::{self, CacheView, Element, Plan, RowsView, Scores, Slot};
 use candle_paged_attn::ops::resident::Resident;
+use candle_paged_attn::ops::{Mask, PageTable};
 
 use common::host::{Host, at};
 
@@ -165,7 +165,7 @@ impl Steps {
         let scores = Scores {
             scale: 0.125,
             softcap: None,
-            window: None,
+            mask: Mask::Causal,
             slopes: false,
             sinks: false,
         };

@@ -118,7 +118,7 @@ impl PagedKvCache {
             block_size: config.block_size,
             sub_block_reuse: config.sub_block_reuse,
             deduplicate: config.deduplicate,
-            cascade: config.cascade && !device.is_cuda(),
+            cascade: config.cascade,
             groups,
             sequences: Sequences::default(),
             host: host_blocks

@@ -149,8 +149,7 @@ impl CacheConfig {
     ///
     /// Off by default, because the sums then have another order: within tolerance the answers
     /// are the same, but their last bits depend on who shares. Windowed layers share as long
-    /// as whole contexts are within the window. Without effect on CUDA, whose kernels lack the
-    /// mask for it: a step runs there as if it were off.
+    /// as whole contexts are within the window. On every device; on CUDA not yet run on a GPU.
     #[must_use]
     pub fn with_cascade(mut self) -> Self {
         self.cascade = true;

@@ -1,5 +1,7 @@
 //! Cascade: contexts that start with the same blocks are read once for all of their queries.
 
+use std::ops::Range;
+
 use candle_core::Tensor;
 
 use super::attention::{AttnState, paged_attention, paged_attention_state};
@@ -29,6 +31,8 @@ pub struct Cascade {
     order: Vec<u32>,
     /// Where each row of the batch is in `order`.
     place: Vec<u32>,
+    /// Whether the rows of the parts are those of the batch in their order.
+    in_order: bool,
     /// How much later each row stands than `shared` says.
     shift: Vec<f32>,
     saved: usize,
@@ -92,6 +96,7 @@ impl Cascade {
         for (place, &row) in self.order.iter().enumerate() {
             self.place[row as usize] = place as u32;
         }
+        self.in_order = self.order.is_sorted();
         Ok(true)
     }
 
@@ -204,11 +209,12 @@ fn choose(readers: &mut [Reader<'_>], depth: usize) -> usize {
 /// result of a sequence that shares depends, in the last bits, on who shares with it. One that
 /// does not share has the bits of [`paged_attention`].
 ///
-/// Memory: a copy of `q` and of the output, and F32 states of the rows that share.
+/// Memory: F32 states of the rows that share; and a copy of `q` and of the output, unless the
+/// members of each prefix come one behind the other, before all that share nothing.
 ///
 /// # Errors
-/// Those of [`paged_attention`]; [`Error::InvalidArgument`] for a cascade that found nothing,
-/// another mask, or a CUDA device: the kernels have no [`Mask::Full`].
+/// Those of [`paged_attention`]; [`Error::InvalidArgument`] for a cascade that found nothing or
+/// another mask.
 pub fn cascade_attention(
     q: &Tensor,
     k_cache: &Tensor,
@@ -244,13 +250,16 @@ pub(super) fn compose(
         });
     }
     let device = q.device();
-    let q = q.contiguous()?;
     let sharing = cascade.own.num_rows();
-    let rows =
-        |rows: &[u32]| -> Result<Tensor> { Ok(q.index_select(&Tensor::new(rows, device)?, 0)?) };
-    let (ours, others) = cascade.order.split_at(sharing);
+    let rows = |range: Range<usize>| -> Result<Tensor> {
+        if cascade.in_order {
+            return Ok(q.narrow(0, range.start, range.len())?);
+        }
+        let rows = Tensor::new(&cascade.order[range], device)?;
+        Ok(q.contiguous()?.index_select(&rows, 0)?)
+    };
 
-    let ours = rows(ours)?;
+    let ours = rows(0..sharing)?;
     let mut part = options.clone();
     part.sinks = None;
     let own = attend_state(&ours, k_cache, v_cache, &cascade.own, &part)?;
@@ -268,9 +277,13 @@ pub(super) fn compose(
         state.out = take_sinks(&state, sinks)?;
     }
     let mut out = state.out.to_dtype(q.dtype())?;
-    if !others.is_empty() {
-        let others = attend(&rows(others)?, k_cache, v_cache, &cascade.rest, options)?;
+    if cascade.rest.num_rows() > 0 {
+        let others = rows(sharing..cascade.order.len())?;
+        let others = attend(&others, k_cache, v_cache, &cascade.rest, options)?;
         out = Tensor::cat(&[&out, &others], 0)?;
+    }
+    if cascade.in_order {
+        return Ok(out);
     }
     Ok(out.index_select(&Tensor::new(cascade.place.as_slice(), device)?, 0)?)
 }

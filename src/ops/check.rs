@@ -290,9 +290,6 @@ pub(crate) fn queries(
         });
     }
     same_device(op, "q", q, k_cache)?;
-    if options.mask == Mask::Full && q.device().is_cuda() {
-        return Err(invalid(op, "mask", "a causal one on CUDA", "Full".into()));
-    }
     self::options(op, options, heads)?;
     Ok(k_shape)
 }

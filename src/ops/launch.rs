@@ -14,6 +14,9 @@
 //!   its visible keys are cut into chunks ([`chunk_keys`]), one block each, and `reduce` merges
 //!   the chunks. Chunks of sequence `s` have the slots from `indptr[s] * block_size / 256 + s`
 //!   on: a bound that needs no scan, so the workspace is proportional to the listed pages.
+//!   Without causality ([`Mask::Full`]: a prefix under the rows of many sequences) up to
+//!   [`STREAM_PAIRS_FULL`] pairs are streamed, in blocks of 32 side by side: one tile of them
+//!   would pass over the whole prefix in one block per KV head, and leave the GPU idle.
 //! - Any other sequence is cut into tiles of pairs, one block each, which pass over all keys.
 //!
 //! Both choices depend on the sequence alone, so its result does not depend on its batch mates.
@@ -23,11 +26,16 @@ mod moves;
 #[cfg(test)]
 mod tests;
 
+use super::Mask;
 pub use attention::attention;
+
 pub use moves::{CopyPlan, copy_blocks, merge_states, write_kv};
 
 /// Streamed sequences have one row, or at most this many pairs per KV head.
 pub const STREAM_PAIRS: usize = 16;
+
+/// The same under [`Mask::Full`].
+pub const STREAM_PAIRS_FULL: usize = 128;
 
 /// Keys of the smallest context chunk.
 pub const CHUNK: usize = 256;
@@ -267,8 +275,8 @@ pub struct Scores {
     pub scale: f32,
     /// Soft cap, if any.
     pub softcap: Option<f32>,
-    /// Keys a query sees, itself included, if limited.
-    pub window: Option<usize>,
+    /// Which keys a query sees.
+    pub mask: Mask,
     /// Whether [`Slot::Slopes`] is given.
     pub slopes: bool,
     /// Whether [`Slot::Sinks`] is given.

@@ -15,7 +15,7 @@ pub enum Mask {
     /// code: a window of 1 sees the query's own key alone). At least 1.
     CausalWindow(usize),
     /// Every key of the sequence, wherever the query stands. ALiBi goes by positions all the
-    /// same. Not on CUDA.
+    /// same.
     Full,
 }
 

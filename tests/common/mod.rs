@@ -5,6 +5,7 @@ pub mod host;
 pub mod paged;
 pub mod reference;
 pub mod shapes;
+pub mod sharing;
 pub mod toy;
 
 use std::sync::OnceLock;

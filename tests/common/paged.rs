@@ -232,6 +232,7 @@ fn rules(options: &AttentionOptions) -> Rules {
             Mask::CausalWindow(window) => Some(window),
             _ => None,
         },
+        full: options.mask == Mask::Full,
         slopes: options.alibi_slopes.as_ref().map(wide),
         sinks: options.sinks.as_ref().map(wide),
     }

@@ -14,6 +14,8 @@ pub struct Rules {
     pub scale: f64,
     pub softcap: Option<f64>,
     pub window: Option<usize>,
+    /// Every query sees every key.
+    pub full: bool,
     pub slopes: Option<Vec<f64>>,
     pub sinks: Option<Vec<f64>>,
 }
@@ -54,7 +56,7 @@ pub fn reference(q: &[f64], k: &[f64], v: &[f64], dims: Dims, rules: &Rules) -> 
                 let hidden_by_window = rules
                     .window
                     .is_some_and(|w| j as i64 <= position - w as i64);
-                if j as i64 > position || hidden_by_window {
+                if !rules.full && (j as i64 > position || hidden_by_window) {
                     continue;
                 }
                 let key = &k[(j * kv_heads + kv_head) * k_dim..][..k_dim];

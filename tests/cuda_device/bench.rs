@@ -4,7 +4,9 @@
 use std::time::Instant;
 
 use candle_core::{DType, Device, Tensor};
-use candle_paged_attn::ops::{AttentionOptions, PageTable, paged_attention, write_kv};
+use candle_paged_attn::ops::{
+    AttentionOptions, Cascade, Mask, PageTable, cascade_attention, paged_attention, write_kv,
+};
 use serde_json::{Value, json};
 
 use crate::common::Rng;
@@ -114,6 +116,35 @@ fn prefill(device: &Device) -> Vec<Value> {
     lengths.map(figure).into()
 }
 
+/// Decode of 16 sequences that share 4,096 tokens and have 64 of their own, with the prefix read
+/// once and without.
+fn cascade(device: &Device) -> Value {
+    const SEQUENCES: usize = 16;
+    let (shared, own) = ((4 << 10) / BLOCK, 64 / BLOCK);
+    let Memory { k, v, table } = memory(device, 1, (shared + SEQUENCES * own) * BLOCK, 1);
+    let (prefix, rest) = table.pages(0).0.split_at(shared);
+    let mut table = PageTable::new(BLOCK).unwrap();
+    for own in rest.chunks(own) {
+        let pages = [prefix, own].concat();
+        let len = pages.len() * BLOCK;
+        table.push(&pages, 0, len, &[-1]).unwrap();
+    }
+    let q = rows(device, SEQUENCES, HEADS);
+    let options = AttentionOptions::new((DIM as f32).powf(-0.5));
+    let mut cascade = Cascade::default();
+    assert!(cascade.find(&table, Mask::Causal).unwrap());
+    let plain = seconds(device, || {
+        paged_attention(&q, &k, &v, &table, &options).unwrap();
+    });
+    let time = seconds(device, || {
+        cascade_attention(&q, &k, &v, &cascade, &options).unwrap();
+    });
+    json!({
+        "sequences": SEQUENCES, "shared_tokens": shared * BLOCK,
+        "microseconds": time * 1e6, "plain_microseconds": plain * 1e6,
+    })
+}
+
 fn write(device: &Device, copy: f64) -> Value {
     let tokens = 64 << 10;
     let Memory { k, v, table } = memory(device, 1, tokens, tokens);
@@ -152,6 +183,7 @@ fn bench() {
         "copy_gigabytes_per_second": copy / 1e9,
         "decode": decode(device, copy),
         "prefill": prefill(device),
+        "cascade": cascade(device),
         "write_kv": write(device, copy),
         "overhead": overhead(device),
     });

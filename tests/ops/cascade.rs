@@ -5,87 +5,12 @@ use std::sync::Arc;
 use candle_core::{DType, Tensor};
 use candle_paged_attn::Error;
 use candle_paged_attn::ops::{
-    AttentionOptions, Cascade, Mask, PageTable, cascade_attention, paged_attention,
-    paged_attention_state, portable,
+    AttentionOptions, Cascade, Mask, cascade_attention, paged_attention, portable,
 };
 
 use crate::common::Rng;
-use crate::common::paged::{Batch, Dense, Setup, Shape, bits, close, shapes, tolerance};
-use crate::common::reference::reference;
-
-/// One sequence of a batch with shared blocks: it starts with the first `shared` blocks of
-/// sequence `with`.
-#[derive(Clone, Copy)]
-struct Sharing {
-    shape: Shape,
-    with: usize,
-    shared: usize,
-}
-
-/// A batch whose tables share physical blocks: those that would hold copies are poisoned.
-fn build(setup: &Setup, sharing: &[Sharing]) -> Batch {
-    let mut setup = setup.clone();
-    setup.seqs = sharing.iter().map(|s| s.shape).collect();
-    let bs = setup.block_size;
-    let plain = setup.build();
-    let mut seqs: Vec<Dense> = plain.seqs;
-    for (i, s) in sharing.iter().enumerate() {
-        let (before, own) = seqs.split_at_mut(i);
-        let Some(other) = before.get(s.with) else {
-            continue;
-        };
-        let (k, v) = (kv_row(&setup).0 * bs, kv_row(&setup).1 * bs);
-        own[0].k[..s.shared * k].copy_from_slice(&other.k[..s.shared * k]);
-        own[0].v[..s.shared * v].copy_from_slice(&other.v[..s.shared * v]);
-    }
-    let mut batch = Batch::place(&setup, seqs, setup.seed ^ 0xca5c);
-    let mut table = PageTable::new(bs).unwrap();
-    let mut lists: Vec<Vec<u32>> = Vec::new();
-    let mut copies = Vec::new();
-    for (i, s) in sharing.iter().enumerate() {
-        let mut pages = batch.table.pages(i).0.to_vec();
-        if i > s.with {
-            copies.extend_from_slice(&pages[..s.shared]);
-            pages[..s.shared].copy_from_slice(&lists[s.with][..s.shared]);
-        }
-        let slots = &batch.table.slots()[rows_of(&batch.table, i)];
-        table.push(&pages, 0, s.shape.len, slots).unwrap();
-        lists.push(pages);
-    }
-    for page in copies {
-        for cache in [&batch.k_cache, &batch.v_cache] {
-            let block = cache.narrow(0, page as usize, 1).unwrap();
-            let nan = (block.copy().unwrap() * f64::NAN).unwrap();
-            cache.slice_set(&nan, 0, page as usize).unwrap();
-        }
-    }
-    batch.table = table;
-    batch
-}
-
-fn rows_of(table: &PageTable, seq: usize) -> std::ops::Range<usize> {
-    table.query_offsets()[seq] as usize..table.query_offsets()[seq + 1] as usize
-}
-
-/// Elements of a K and of a V row.
-fn kv_row(setup: &Setup) -> (usize, usize) {
-    let d = setup.dims;
-    (d.kv_heads * d.k_dim, d.kv_heads * d.v_dim)
-}
-
-fn one(len: usize, rows: usize, with: usize, shared: usize) -> Sharing {
-    let shape = Shape { len, rows };
-    Sharing {
-        shape,
-        with,
-        shared,
-    }
-}
-
-/// Sequence 0 and others that start with `shared` blocks of it, a decode row each.
-fn behind_one_prompt(lens: &[usize], shared: usize) -> Vec<Sharing> {
-    lens.iter().map(|&len| one(len, 1, 0, shared)).collect()
-}
+use crate::common::paged::{Batch, Setup, bits, close, tolerance};
+use crate::common::sharing::{Sharing, behind_one_prompt, build, one, rows_of};
 
 /// Kernel and portable cascade against the f64 reference. Answers the cascade.
 fn check(batch: &Batch, options: &AttentionOptions, what: &str) -> Cascade {
@@ -310,38 +235,6 @@ fn rows_outside_a_cascade_keep_their_bits() {
                 let of = |x: &Tensor| bits(&x.narrow(0, rows.start, rows.len()).unwrap());
                 assert_eq!(of(&got), of(&plain), "{what}, sequence {seq}");
             }
-        }
-    }
-}
-
-/// Without causality: every row sees every key, however many rows there are.
-#[test]
-fn the_full_mask_shows_every_key_to_every_row() {
-    for (len, rows) in [(1, 5), (40, 1), (40, 3), (300, 200), (16, 64)] {
-        let mut setup = Setup::new(6, 2, 32, &[]);
-        setup.seqs = shapes(&[(len, rows)]);
-        let batch = setup.build();
-        let options = batch.options().with_mask(Mask::Full);
-        let seq = &batch.seqs[0];
-        let rules = crate::common::reference::Rules {
-            scale: f64::from(batch.scale()),
-            ..Default::default()
-        };
-        let width = setup.dims.heads * setup.dims.k_dim;
-        // One row at a time it stands at the end of the context.
-        let (mut out, mut lse) = (Vec::new(), Vec::new());
-        for row in seq.q.chunks(width) {
-            let one = reference(row, &seq.k, &seq.v, setup.dims, &rules);
-            out.extend(one.out);
-            lse.extend(one.lse);
-        }
-        let args = (&batch.q, &batch.k_cache, &batch.v_cache, &batch.table);
-        for state in [
-            paged_attention_state(args.0, args.1, args.2, args.3, &options).unwrap(),
-            portable::paged_attention_state(args.0, args.1, args.2, args.3, &options).unwrap(),
-        ] {
-            close(&state.out, &out, 32, 1e-5, "full");
-            crate::common::paged::close_lse(&state.lse, &lse, "full");
         }
     }
 }

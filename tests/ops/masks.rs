@@ -1,6 +1,6 @@
 //! Windows, slopes, caps and sinks, and needles: one dominant key where a fault would miss it.
 
-use candle_paged_attn::ops::AttentionOptions;
+use candle_paged_attn::ops::{AttentionOptions, Mask};
 
 use crate::common::paged::{Batch, Setup};
 
@@ -84,6 +84,28 @@ fn windows_at_the_edges_of_tiles_and_chunks() {
 fn c7_a_slope_per_query_head() {
     let batch = Setup::new(4, 2, 16, &[(60, 1), (60, 50)]).build();
     batch.check(&batch.options().with_alibi_slopes(slopes(4)), "slopes");
+}
+
+/// Without causality every row sees every key, however many rows there are; rules that go by
+/// positions still do.
+#[test]
+fn the_full_mask_shows_every_key_to_every_row() {
+    let seqs = [
+        (1, 5),
+        (0, 3),
+        (40, 1),
+        (40, 3),
+        (300, 20),
+        (300, 200),
+        (16, 64),
+    ];
+    let batch = Setup::new(6, 2, 32, &seqs).build();
+    let full = batch.options().with_mask(Mask::Full);
+    batch.check(&full, "full");
+    batch.check(&full.clone().with_alibi_slopes(slopes(6)), "slopes");
+    let all = full.with_softcap(4.0).with_alibi_slopes(slopes(6));
+    let sinks: Vec<f32> = (0..6).map(|h| h as f32 - 2.0).collect();
+    batch.check(&all.with_sinks(sinks), "all rules");
 }
 
 /// A key that takes nearly all of the weight, at each place where an off-by-one would lose or

@@ -9,6 +9,8 @@ mod common;
 mod call;
 #[path = "emulated/edges.rs"]
 mod edges;
+#[path = "emulated/full.rs"]
+mod full;
 #[path = "emulated/matrix.rs"]
 mod matrix;
 #[path = "emulated/moves.rs"]

@@ -13,7 +13,7 @@ use super::storage::{allocate, cache_view, read, rows_view, write};
 use crate::error::Result;
 use crate::ops::launch::{self, Element, Scores, Slot};
 use crate::ops::resident::Placement;
-use crate::ops::{AttentionOptions, Mask, PageTable};
+use crate::ops::{AttentionOptions, PageTable};
 
 /// A tensor inside a custom op.
 type Operand<'a> = (&'a CudaStorage, &'a Layout);
@@ -70,11 +70,7 @@ pub(in crate::ops) fn attention(
     let scores = Scores {
         scale: options.scale,
         softcap: options.softcap,
-        window: match options.mask {
-            // `Full` was refused at the door.
-            Mask::Causal | Mask::Full => None,
-            Mask::CausalWindow(window) => Some(window),
-        },
+        mask: options.mask,
         slopes: options.alibi_slopes.is_some(),
         sinks: options.sinks.is_some(),
     };

@@ -1,7 +1,7 @@
 //! Launches of attention: which kernel, how it is cut, what it is given.
 
-use super::{Arg, Batch, CHUNK, CacheView, Element, Launch, Plan, RowsView, STREAM_PAIRS};
-use super::{Scores, Slot, THREADS};
+use super::{Arg, Batch, CHUNK, CacheView, Element, Launch, Mask, Plan, RowsView};
+use super::{STREAM_PAIRS, STREAM_PAIRS_FULL, Scores, Slot, THREADS};
 
 /// How a kernel cuts its work.
 #[derive(Debug, Clone, Copy)]
@@ -42,7 +42,7 @@ fn decode_mma(class: usize) -> Shape {
     }
 }
 
-/// Tile of `decode_mma_wide_*`, for groups of more than 16 heads.
+/// Tile of `decode_mma_wide_*`, for groups of more than 16 heads, and without causality.
 fn decode_mma_wide(class: usize) -> Shape {
     let keys = if class == 256 { 32 } else { 64 };
     Shape {
@@ -84,6 +84,19 @@ fn attend_simt(class: usize) -> Shape {
     }
 }
 
+/// A mask as kernels receive it (`EVERY_KEY` in `kernels/problem.cuh`). Contexts are shorter
+/// than 2^31 tokens, so that a window of more is none.
+fn window(mask: Mask) -> u32 {
+    match mask {
+        Mask::Causal => 0,
+        Mask::CausalWindow(keys) => u32::try_from(keys)
+            .ok()
+            .filter(|&keys| keys < 1 << 31)
+            .unwrap_or(0),
+        Mask::Full => u32::MAX,
+    }
+}
+
 /// `paged_attention`, or with `state` also the log-sum-exps: [`Slot::Out`] then holds F32
 /// `rows * heads * v_dim` outputs of the batch's *capacity* of rows, then `rows * heads`
 /// log-sum-exps; without state the outputs alone, in the element type of `q`.
@@ -103,7 +116,13 @@ pub fn attention(
     let group = q.heads / k.kv_heads;
     let class = dim_class(k, v);
     let mma = tensor_cores(q, k, v);
-    let stream_rows = (STREAM_PAIRS / group).max(1);
+    let full = scores.mask == Mask::Full;
+    let stream_pairs = if full {
+        STREAM_PAIRS_FULL
+    } else {
+        STREAM_PAIRS
+    };
+    let stream_rows = (stream_pairs / group).max(1);
     let streamed = batch.min_rows <= stream_rows;
     let split = streamed && batch.max_len > CHUNK;
 
@@ -145,9 +164,7 @@ pub fn attention(
         in_workspace(0),
         in_workspace(sums),
     ];
-    let window = scores
-        .window
-        .map_or(0, |w| u32::try_from(w).unwrap_or(u32::MAX));
+    let window = window(scores.mask);
     let attend = |kernel: String, grid_x: usize, shape: Shape, tiles: usize| Launch {
         kernel,
         grid: [grid_x as u32, k.kv_heads as u32, 1],
@@ -194,7 +211,7 @@ pub fn attention(
         let kernel = format!("attend_simt_{element}_d{class}");
         (kernel, attend_simt(class))
     };
-    if batch.max_rows > 1 && batch.max_rows * group > STREAM_PAIRS {
+    if batch.max_rows > 1 && batch.max_rows * group > stream_pairs {
         let (kernel, shape) = if mma {
             let kernel = format!("prefill_mma_{element}_d{class}");
             (kernel, prefill_mma(class))
@@ -207,7 +224,7 @@ pub fn attention(
     if streamed {
         let (kernel, shape) = if !mma {
             without_tensor_cores()
-        } else if group > 16 {
+        } else if full || group > 16 {
             let kernel = format!("decode_mma_wide_{element}_d{class}");
             (kernel, decode_mma_wide(class))
         } else {

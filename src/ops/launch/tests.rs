@@ -23,15 +23,16 @@ fn views(group: usize, dim: usize, element: Element) -> (RowsView, CacheView) {
     (q, cache)
 }
 
+const PLAIN: Scores = Scores {
+    scale: 1.0,
+    softcap: None,
+    mask: Mask::Causal,
+    slopes: false,
+    sinks: false,
+};
+
 fn plan(q: &RowsView, cache: &CacheView, batch: &Batch) -> Plan {
-    let scores = Scores {
-        scale: 1.0,
-        softcap: None,
-        window: None,
-        slopes: false,
-        sinks: false,
-    };
-    attention(q, cache, cache, batch, &scores, false)
+    attention(q, cache, cache, batch, &PLAIN, false)
 }
 
 const DECODE: Batch = Batch {
@@ -91,6 +92,57 @@ fn one_block_reads_a_chunk_for_all_heads_of_a_group() {
         assert_eq!(launch.grid[0] as usize % slots, 0, "33 heads side by side");
         assert!(launch.grid[0] as usize > slots);
     }
+}
+
+/// The prefix of 40 rows of a group of 4: 160 pairs are tiled, 128 (of 32 rows) streamed.
+#[test]
+fn rows_without_causality_are_streamed_side_by_side() {
+    let (q, cache) = views(4, 128, Element::BF16);
+    let names = |rows: usize| {
+        let scores = Scores {
+            mask: Mask::Full,
+            ..PLAIN
+        };
+        let batch = Batch {
+            seqs: 1,
+            rows,
+            pages: 256,
+            min_rows: rows,
+            max_rows: rows,
+            max_len: 4096,
+        };
+        let plan = attention(&q, &cache, &cache, &batch, &scores, true);
+        let names = |l: Launch| (l.kernel, l.grid);
+        plan.launches.into_iter().map(names).collect::<Vec<_>>()
+    };
+    // 256 pages of 16 are 16 chunks of 256, and one slot more; 32 pairs a block.
+    let slots = 17;
+    assert_eq!(
+        names(32),
+        [
+            ("decode_mma_wide_bf16_d128".into(), [slots * 4, 2, 1]),
+            ("reduce".into(), [1, 8, 32]),
+        ]
+    );
+    let tiled = (
+        "prefill_mma_bf16_d128".to_string(),
+        [40 * 4 / 128 + 1, 2, 1],
+    );
+    assert_eq!(names(40), [tiled]);
+}
+
+#[test]
+fn a_window_that_no_context_reaches_is_none() {
+    let (q, cache) = views(4, 128, Element::BF16);
+    let args = |mask| {
+        let scores = Scores { mask, ..PLAIN };
+        attention(&q, &cache, &cache, &DECODE, &scores, false).launches
+    };
+    for window in [1 << 31, usize::MAX] {
+        assert_eq!(args(Mask::CausalWindow(window)), args(Mask::Causal));
+    }
+    assert_ne!(args(Mask::CausalWindow((1 << 31) - 1)), args(Mask::Causal));
+    assert_ne!(args(Mask::Full), args(Mask::Causal));
 }
 
 #[test]

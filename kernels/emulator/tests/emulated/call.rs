@@ -3,7 +3,7 @@
 
 use candle_core::{DType, Tensor};
 use candle_paged_attn::ops::launch::{self, CacheView, Element, RowsView, Scores, Slot};
-use candle_paged_attn::ops::{AttentionOptions, Mask, PageTable};
+use candle_paged_attn::ops::{AttentionOptions, PageTable};
 
 use crate::common::paged::{Batch, floats, tolerance};
 
@@ -87,10 +87,7 @@ pub fn scores(options: &AttentionOptions) -> Scores {
     Scores {
         scale: options.scale,
         softcap: options.softcap,
-        window: match options.mask {
-            Mask::CausalWindow(window) => Some(window),
-            _ => None,
-        },
+        mask: options.mask,
         slopes: options.alibi_slopes.is_some(),
         sinks: options.sinks.is_some(),
     }

@@ -4,6 +4,7 @@
 use std::collections::BTreeSet;
 
 use candle_core::DType;
+use candle_paged_attn::ops::Mask;
 use candle_paged_attn::ops::launch::kernels;
 
 use crate::call::attention;
@@ -43,6 +44,9 @@ fn jobs() -> Vec<(String, Job)> {
                 let job = attention(&batch, &options, false, None);
                 jobs.push((format!("rules_{cache:?}_{dim}"), job));
             }
+            if dim == 64 {
+                jobs.extend(without_causality(cache));
+            }
             jobs.push((format!("decode_{cache:?}_{dim}"), call(&setup, false)));
             if cache != DType::F32 && dim <= 256 {
                 setup.dims.heads = 19;
@@ -71,6 +75,19 @@ fn jobs() -> Vec<(String, Job)> {
         }
     }
     jobs
+}
+
+/// Two tiles of pairs that are streamed in two chunks, and two that are not.
+fn without_causality(cache: DType) -> [(String, Job); 2] {
+    [("streamed", (300, 20)), ("tiled", (40, 65))].map(|(name, shape)| {
+        let mut setup = Setup::new(4, 2, 64, &[shape]);
+        (setup.q_dtype, setup.cache_dtype) = (cache, cache);
+        let batch = place(&setup);
+        let options = batch.options().with_mask(Mask::Full);
+        let options = options.with_alibi_slopes(vec![0.05, 0.1, 0.2, 0.4]);
+        let job = attention(&batch, &options, true, None);
+        (format!("full_{name}_{cache:?}_64"), job)
+    })
 }
 
 fn call(setup: &Setup, state: bool) -> Job {
