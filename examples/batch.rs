@@ -6,6 +6,12 @@
 //!
 //! A line is a prompt, or in a file `*.jsonl` an object with `prompt` or `prompt_ids`, and if
 //! wanted `max_tokens`, `seed`, `n` and `ignore_eos`.
+//!
+//! With `--json` a line per request: `index`, `sample`, `prompt_tokens`, `tokens`, `text`,
+//! `finish_reason`, `cached_tokens`, and in seconds `queued_s`, `first_token_s`, `total_s`; or
+//! `index` and `error` if it was refused. What is said of a sample is said of the first; where
+//! `n` is above 1, all of them stand in `samples`, each with its `tokens`, `text` and
+//! `finish_reason`. The last line has the totals.
 
 #[path = "support/exit.rs"]
 mod exit;
@@ -16,16 +22,16 @@ mod support;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use candle_paged_attn::engine::{Answer, EngineConfig, Request, Sampling};
+use candle_paged_attn::engine::{Answer, EngineConfig, Request, Sample, Sampling};
 use candle_paged_attn::load::chat::Message;
 use clap::Parser;
 use exit::exit;
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Deserialize;
-use serde_json::json;
+use serde_json::{Value, json};
 use setup::{Loaded, ModelArgs};
 
 /// Answers a file of prompts, all of them batched.
@@ -50,7 +56,7 @@ struct Args {
     /// Continue the prompts as they are, without a chat template.
     #[arg(long)]
     raw: bool,
-    /// Print one object per sample and one with the totals.
+    /// Print one object per request and one with the totals.
     #[arg(long)]
     json: bool,
 }
@@ -193,29 +199,50 @@ fn request(args: &Args, loaded: &Loaded, line: &Line) -> Result<Request> {
 
 /// Prints the samples of a prompt and answers the number of their tokens.
 fn print(args: &Args, index: usize, answer: &Answer) -> usize {
-    let mut generated = 0;
-    for (number, sample) in answer.samples.iter().enumerate() {
-        generated += sample.tokens.len();
-        let reason = sample.finish.as_ref().map_or("", |finish| finish.as_str());
-        if !args.json {
-            println!("[{index}] {} ({reason})\n", sample.text.trim());
-            continue;
+    if args.json {
+        println!("{}", object(index, answer));
+    } else {
+        for sample in &answer.samples {
+            println!("[{index}] {} ({})\n", sample.text.trim(), reason(sample));
         }
-        let report = answer.report.as_ref();
-        let seconds = |time: Option<std::time::Duration>| time.map(|time| time.as_secs_f64());
-        let object = json!({
-            "index": index,
-            "sample": number,
-            "prompt_tokens": report.map(|report| report.prompt_tokens),
-            "tokens": sample.tokens,
-            "text": sample.text,
-            "finish_reason": reason,
-            "cached_tokens": report.map(|report| report.cached_tokens),
-            "queued_s": seconds(report.and_then(|report| report.queued)),
-            "first_token_s": seconds(report.and_then(|report| report.first_token)),
-            "total_s": seconds(report.map(|report| report.total)),
-        });
-        println!("{object}");
     }
-    generated
+    answer
+        .samples
+        .iter()
+        .map(|sample| sample.tokens.len())
+        .sum()
+}
+
+fn reason(sample: &Sample) -> &'static str {
+    sample.finish.as_ref().map_or("", |finish| finish.as_str())
+}
+
+/// The line of a request.
+fn object(index: usize, answer: &Answer) -> Value {
+    let first = answer.samples.first();
+    let report = answer.report.as_ref();
+    let seconds = |time: Option<Duration>| time.map(|time| time.as_secs_f64());
+    let mut object = json!({
+        "index": index,
+        "sample": 0,
+        "prompt_tokens": report.map(|report| report.prompt_tokens),
+        "tokens": first.map(|sample| &sample.tokens),
+        "text": first.map(|sample| &sample.text),
+        "finish_reason": first.map(reason),
+        "cached_tokens": report.map(|report| report.cached_tokens),
+        "queued_s": seconds(report.and_then(|report| report.queued)),
+        "first_token_s": seconds(report.and_then(|report| report.first_token)),
+        "total_s": seconds(report.map(|report| report.total)),
+    });
+    if answer.samples.len() > 1 {
+        let samples = answer.samples.iter().map(|sample| {
+            json!({
+                "tokens": sample.tokens,
+                "text": sample.text,
+                "finish_reason": reason(sample),
+            })
+        });
+        object["samples"] = samples.collect();
+    }
+    object
 }

@@ -50,11 +50,15 @@ fn a_small_kv_memory_preempts_and_answers_the_same() {
     let goldens: Vec<_> = goldens.collect();
     let folder = tempfile::tempdir().unwrap();
     let prompts = folder.path().join("prompts.jsonl");
-    let line = |golden: &&Golden| {
-        let ids = &golden.prompt_ids;
-        json!({"prompt_ids": ids, "max_tokens": TOKENS, "ignore_eos": true}).to_string() + "\n"
+    // The first is answered twice: the most likely tokens, twice the same.
+    let samples = |index: usize| if index == 0 { 2 } else { 1 };
+    let line = |(index, golden): (usize, &&Golden)| {
+        let (ids, n) = (&golden.prompt_ids, samples(index));
+        let line = json!({"prompt_ids": ids, "n": n, "max_tokens": TOKENS, "ignore_eos": true});
+        line.to_string() + "\n"
     };
-    std::fs::write(&prompts, goldens.iter().map(line).collect::<String>()).unwrap();
+    let lines = goldens.iter().enumerate().map(line);
+    std::fs::write(&prompts, lines.collect::<String>()).unwrap();
 
     // 46,080 bytes a token: in 7 MiB room for 159 tokens, where the requests grow to 25 to 88.
     for (kv_memory, preempts) in [("256MiB", false), ("7MiB", true)] {
@@ -66,9 +70,16 @@ fn a_small_kv_memory_preempts_and_answers_the_same() {
             assert_eq!(line["prompt_tokens"], golden.prompt_ids.len());
             assert_eq!(line["tokens"], json!(golden.greedy_ids[..TOKENS]));
             assert_eq!(line["finish_reason"], "length");
+            let all = line["samples"].as_array().map_or(&[][..], Vec::as_slice);
+            assert_eq!(all.len(), [0, 2][samples(index) - 1]);
+            for sample in all {
+                for key in ["tokens", "text", "finish_reason"] {
+                    assert_eq!(sample[key], line[key]);
+                }
+            }
         }
         assert_eq!(totals["requests"], goldens.len());
-        assert_eq!(totals["generated_tokens"], TOKENS * goldens.len());
+        assert_eq!(totals["generated_tokens"], TOKENS * (goldens.len() + 1));
         assert_eq!(totals["preemptions"].as_u64().unwrap() > 0, preempts);
     }
 }

@@ -8,6 +8,8 @@ mod common;
 mod beams;
 #[path = "engine/cases.rs"]
 mod cases;
+#[path = "engine/groups.rs"]
+mod groups;
 #[path = "engine/handle.rs"]
 mod handle;
 #[path = "engine/hash_lm.rs"]

@@ -4,8 +4,12 @@
 
 #[path = "models/against_candle.rs"]
 mod against_candle;
+#[path = "models/bad_input.rs"]
+mod bad_input;
 #[path = "models/checkpoint.rs"]
 mod checkpoint;
+#[path = "models/config_keys.rs"]
+mod config_keys;
 #[path = "models/configs.rs"]
 mod configs;
 #[path = "models/decoding.rs"]
@@ -20,9 +24,13 @@ mod gguf;
 mod golden;
 #[path = "models/groups.rs"]
 mod groups;
+#[path = "models/inventory.rs"]
+mod inventory;
 #[path = "models/linears.rs"]
 mod linears;
 #[path = "models/reference.rs"]
 mod reference;
 #[path = "models/run.rs"]
 mod run;
+#[path = "models/sparse.rs"]
+mod sparse;

@@ -2,13 +2,14 @@
 //! Face layout. Included with `#[path]`; not part of the library.
 #![allow(dead_code, unused_imports)] // Each user takes only a part.
 
+pub mod bar;
 mod hf_folder;
 mod wheel;
 
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail};
-use candle_paged_attn::load::hub;
+use candle_paged_attn::load::{Observer, hub};
 
 #[allow(unused_imports)]
 pub use hf_folder::write_hf_folder;
@@ -28,7 +29,12 @@ pub fn default_model(progress: bool) -> Result<PathBuf> {
         return Ok(path);
     }
     let cached = cache_file().context("no cache folder is known: set HOME");
-    let hub = match hub::fetch(HUB_ID, progress) {
+    let observer = if progress {
+        Observer::new(bar::loading())
+    } else {
+        Observer::default()
+    };
+    let hub = match hub::fetch(HUB_ID, &observer) {
         Ok(folder) => return Ok(folder),
         Err(error) => error,
     };

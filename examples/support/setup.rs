@@ -72,7 +72,7 @@ impl ModelArgs {
         if let Some(threads) = self.threads {
             support::set_threads(threads.into());
         }
-        let mut options = LoadOptions::default().with_progress(true);
+        let mut options = LoadOptions::default().with_progress(support::bar::loading());
         options.dtype = self.dtype.map(DType::from);
         let path = match &self.model {
             Some(path) => path.clone(),

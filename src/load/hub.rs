@@ -4,10 +4,16 @@ use std::{path::PathBuf, sync::mpsc, time::Duration};
 
 use hf_hub::{
     Cache, CacheRepo,
-    api::sync::{ApiBuilder, ApiRepo},
+    api::{
+        Progress,
+        sync::{ApiBuilder, ApiRepo},
+    },
 };
 
-use super::safetensors::{INDEX_FILE, SINGLE_FILE, shard_names};
+use super::{
+    progress::{LoadProgress, Observer},
+    safetensors::{INDEX_FILE, SINGLE_FILE, shard_names},
+};
 use crate::error::{Error, Result};
 
 /// How long the hub may take to answer the first, small request.
@@ -37,13 +43,13 @@ pub fn is_id(id: &str) -> bool {
 }
 
 /// The local folder of a model: configuration, tokenizer and safetensors weights, from the
-/// hub's usual cache (`HF_HOME`) or else downloaded into it from `HF_ENDPOINT`, with a progress
-/// bar on stderr if `progress`. A complete cache costs no request.
+/// hub's usual cache (`HF_HOME`) or else downloaded into it from `HF_ENDPOINT`; `observer` is
+/// told of each file. A complete cache costs no request.
 ///
 /// # Errors
 /// [`Error::ModelNotFound`] if the hub refuses, or does not answer within [`ANSWER_TIMEOUT`];
 /// [`Error::Missing`] if the repository lacks a file that is needed.
-pub fn fetch(id: &str, progress: bool) -> Result<PathBuf> {
+pub fn fetch(id: &str, observer: &Observer) -> Result<PathBuf> {
     let not_found = |tried: &str| Error::ModelNotFound {
         model: id.into(),
         tried: tried.into(),
@@ -54,11 +60,17 @@ pub fn fetch(id: &str, progress: bool) -> Result<PathBuf> {
     if std::env::var_os("HF_HOME").is_none() && std::env::home_dir().is_none() {
         return Err(not_found("neither HF_HOME nor a home folder is known"));
     }
-    let builder = ApiBuilder::from_env().with_progress(progress);
-    fetch_with(id, builder, &Cache::from_env(), ANSWER_TIMEOUT)
+    let (builder, cache) = (ApiBuilder::from_env(), Cache::from_env());
+    fetch_with(id, builder, &cache, ANSWER_TIMEOUT, observer)
 }
 
-fn fetch_with(id: &str, builder: ApiBuilder, cache: &Cache, timeout: Duration) -> Result<PathBuf> {
+fn fetch_with(
+    id: &str,
+    builder: ApiBuilder,
+    cache: &Cache,
+    timeout: Duration,
+    observer: &Observer,
+) -> Result<PathBuf> {
     let cached = cache.model(id.into());
     if let Some(folder) = complete(&cached) {
         return Ok(folder);
@@ -77,7 +89,17 @@ fn fetch_with(id: &str, builder: ApiBuilder, cache: &Cache, timeout: Duration) -
                 what: file.into(),
             });
         }
-        repo.get(file).map_err(|e| refused(&format!("{file}: {e}")))
+        if let Some(path) = cached.get(file) {
+            return Ok(path);
+        }
+        let download = Download {
+            observer,
+            file: file.into(),
+            bytes: 0,
+            total: 0,
+        };
+        repo.download_with_progress(file, download)
+            .map_err(|e| refused(&format!("{file}: {e}")))
     };
     for file in OPTIONAL {
         if files.iter().any(|listed| listed == file) {
@@ -126,41 +148,95 @@ fn list(repo: ApiRepo, timeout: Duration) -> std::result::Result<Vec<String>, St
     Ok(info.siblings.into_iter().map(|f| f.rfilename).collect())
 }
 
+/// A file on its way.
+struct Download<'a> {
+    observer: &'a Observer,
+    file: String,
+    bytes: u64,
+    total: u64,
+}
+
+impl Download<'_> {
+    fn tell(&self) {
+        self.observer.tell(LoadProgress::Download {
+            file: &self.file,
+            bytes: self.bytes,
+            total: self.total,
+        });
+    }
+}
+
+impl Progress for Download<'_> {
+    /// hf-hub calls it again when it resumes, and then `update` with what it has already.
+    fn init(&mut self, size: usize, _: &str) {
+        (self.bytes, self.total) = (0, size as u64);
+    }
+
+    fn update(&mut self, size: usize) {
+        self.bytes += size as u64;
+        self.tell();
+    }
+
+    fn finish(&mut self) {}
+}
+
 #[cfg(test)]
 mod tests {
     use std::{
         collections::HashMap,
-        io::{BufRead, BufReader, Write},
+        io::{self, BufRead, BufReader, Write},
         net::{TcpListener, TcpStream},
         path::Path,
+        sync::{Arc, Mutex},
         time::Instant,
     };
 
     use super::*;
 
+    type Outcome = std::result::Result<(), Box<dyn std::error::Error>>;
+    type Files = HashMap<&'static str, &'static str>;
+
     /// Serves `files` as the hub does: a listing, then ranges with etag and commit.
-    fn fake_hub(files: HashMap<&'static str, &'static str>) -> String {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let endpoint = format!("http://{}", listener.local_addr().unwrap());
+    fn fake_hub(files: Files) -> io::Result<String> {
+        let listener = TcpListener::bind("127.0.0.1:0")?;
+        let endpoint = format!("http://{}", listener.local_addr()?);
         std::thread::spawn(move || {
-            for stream in listener.incoming() {
-                serve(stream.unwrap(), &files);
+            for stream in listener.incoming().flatten() {
+                // A client that hangs up finds out by itself.
+                drop(serve(stream, &files));
             }
         });
-        endpoint
+        Ok(endpoint)
     }
 
-    fn serve(mut stream: TcpStream, files: &HashMap<&str, &str>) {
-        let mut lines = BufReader::new(stream.try_clone().unwrap()).lines();
-        let request = lines.next().unwrap().unwrap();
+    fn serve(mut stream: TcpStream, files: &Files) -> io::Result<()> {
+        let mut lines = BufReader::new(stream.try_clone()?).lines();
+        let request = lines.next().transpose()?.unwrap_or_default();
         let mut range = None;
         for line in lines.map_while(|line| line.ok().filter(|line| !line.is_empty())) {
             if let Some(value) = line.to_lowercase().strip_prefix("range: bytes=") {
                 range = Some(value.to_string());
             }
         }
-        let path = request.split(' ').nth(1).unwrap();
-        let (status, head, body) = match path.rsplit_once("/resolve/main/") {
+        let path = request.split(' ').nth(1).unwrap_or_default();
+        let file = path
+            .rsplit_once("/resolve/main/")
+            .and_then(|(_, name)| files.get_key_value(name));
+        let (status, head, body) = match file {
+            Some((name, body)) => {
+                let end = if range.as_deref() == Some("0-0") {
+                    1
+                } else {
+                    body.len()
+                };
+                let head = format!(
+                    "etag: \"{name}\"\r\nx-repo-commit: c0ffee\r\ncontent-range: bytes 0-{}/{}\r\n",
+                    end - 1,
+                    body.len()
+                );
+                let body = body.chars().take(end).collect();
+                ("206 Partial Content", head, body)
+            }
             None if path == "/api/models/owner/tiny/revision/main" => {
                 let names: Vec<_> = files
                     .keys()
@@ -169,41 +245,23 @@ mod tests {
                 let listing = serde_json::json!({ "siblings": names, "sha": "c0ffee" });
                 ("200 OK", String::new(), listing.to_string())
             }
-            Some((_, name)) if files.contains_key(name) => {
-                let body = files[name];
-                let end = match range.unwrap().as_str() {
-                    "0-0" => 1,
-                    _ => body.len(),
-                };
-                let head = format!(
-                    "etag: \"{name}\"\r\nx-repo-commit: c0ffee\r\ncontent-range: bytes 0-{}/{}\r\n",
-                    end - 1,
-                    body.len()
-                );
-                ("206 Partial Content", head, body[..end].to_string())
-            }
-            _ => ("404 Not Found", String::new(), String::new()),
+            None => ("404 Not Found", String::new(), String::new()),
         };
         write!(
             stream,
             "HTTP/1.1 {status}\r\n{head}content-length: {}\r\nconnection: close\r\n\r\n{body}",
             body.len()
         )
-        .unwrap();
     }
 
-    fn fetch_from(endpoint: &str, home: &Path, id: &str) -> Result<PathBuf> {
+    fn fetch_from(endpoint: &str, home: &Path, id: &str, observer: &Observer) -> Result<PathBuf> {
         let cache = Cache::new(home.to_path_buf());
-        let builder = ApiBuilder::from_cache(cache.clone())
-            .with_endpoint(endpoint.into())
-            .with_progress(false);
-        fetch_with(id, builder, &cache, Duration::from_secs(5))
+        let builder = ApiBuilder::from_cache(cache.clone()).with_endpoint(endpoint.into());
+        fetch_with(id, builder, &cache, Duration::from_secs(5), observer)
     }
 
-    #[test]
-    fn downloads_once_and_then_asks_nobody() {
-        let home = tempfile::tempdir().unwrap();
-        let endpoint = fake_hub(HashMap::from([
+    fn sharded() -> Files {
+        HashMap::from([
             ("config.json", "{}"),
             ("tokenizer.json", "{ }"),
             ("generation_config.json", "{  }"),
@@ -214,55 +272,102 @@ mod tests {
             ),
             ("model-1.safetensors", "one"),
             ("model-2.safetensors", "two"),
-        ]));
-        let folder = fetch_from(&endpoint, home.path(), "owner/tiny").unwrap();
-        let read = |name: &str| std::fs::read_to_string(folder.join(name)).unwrap();
-        assert_eq!(read("config.json"), "{}");
-        assert_eq!(read("generation_config.json"), "{  }");
-        assert_eq!(read("model-1.safetensors"), "one");
-        assert_eq!(read("model-2.safetensors"), "two");
-        assert!(!folder.join("pytorch_model.bin").exists());
-        let nobody = "http://127.0.0.1:9";
-        let again = fetch_from(nobody, home.path(), "owner/tiny").unwrap();
-        assert_eq!(again, folder);
+        ])
     }
 
     #[test]
-    fn a_repository_without_weights_or_without_itself_is_named() {
-        let home = tempfile::tempdir().unwrap();
+    fn downloads_once_and_then_asks_nobody() -> Outcome {
+        let home = tempfile::tempdir()?;
+        let endpoint = fake_hub(sharded())?;
+        let nobody = Observer::default();
+        let folder = fetch_from(&endpoint, home.path(), "owner/tiny", &nobody)?;
+        for (name, content) in [
+            ("config.json", "{}"),
+            ("generation_config.json", "{  }"),
+            ("model-1.safetensors", "one"),
+            ("model-2.safetensors", "two"),
+        ] {
+            assert_eq!(std::fs::read_to_string(folder.join(name))?, content);
+        }
+        assert!(!folder.join("pytorch_model.bin").exists());
+        let unreachable = "http://127.0.0.1:9";
+        let again = fetch_from(unreachable, home.path(), "owner/tiny", &nobody)?;
+        assert_eq!(again, folder);
+        Ok(())
+    }
+
+    #[test]
+    fn an_observer_is_told_of_every_file_from_nothing_to_all() -> Outcome {
+        let told: Arc<Mutex<Vec<(String, u64, u64)>>> = Arc::default();
+        let log = told.clone();
+        let observer = Observer::new(move |progress| {
+            if let LoadProgress::Download { file, bytes, total } = progress
+                && let Ok(mut log) = log.lock()
+            {
+                log.push((file.to_string(), bytes, total));
+            }
+        });
+        let home = tempfile::tempdir()?;
+        let endpoint = fake_hub(sharded())?;
+        fetch_from(&endpoint, home.path(), "owner/tiny", &observer)?;
+        let told = std::mem::take(&mut *told.lock().map_err(|e| e.to_string())?);
+        for (name, content) in sharded() {
+            let len = content.len() as u64;
+            let of_file: Vec<_> = told.iter().filter(|(file, ..)| file == name).collect();
+            if name == "pytorch_model.bin" {
+                assert!(of_file.is_empty(), "{of_file:?}");
+                continue;
+            }
+            let first = of_file.first().map(|(_, bytes, total)| (*bytes, *total));
+            let last = of_file.last().map(|(_, bytes, total)| (*bytes, *total));
+            assert_eq!((first, last), (Some((0, len)), Some((len, len))), "{name}");
+            assert!(
+                of_file.is_sorted_by_key(|(_, bytes, _)| *bytes),
+                "{of_file:?}"
+            );
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn a_repository_without_weights_or_without_itself_is_named() -> Outcome {
+        let home = tempfile::tempdir()?;
         let endpoint = fake_hub(HashMap::from([
             ("config.json", "{}"),
             ("tokenizer.json", "{}"),
-        ]));
-        let error = fetch_from(&endpoint, home.path(), "owner/tiny").unwrap_err();
+        ]))?;
+        let fetch = |id| fetch_from(&endpoint, home.path(), id, &Observer::default());
+        let missing = fetch("owner/tiny");
         assert!(
-            matches!(&error, Error::Missing { what, .. } if what == INDEX_FILE),
-            "{error}"
+            matches!(&missing, Err(Error::Missing { what, .. }) if what == INDEX_FILE),
+            "{missing:?}"
         );
-        let error = fetch_from(&endpoint, home.path(), "owner/other").unwrap_err();
+        let nowhere = fetch("owner/other");
         assert!(
-            matches!(&error, Error::ModelNotFound { model, tried }
+            matches!(&nowhere, Err(Error::ModelNotFound { model, tried })
                 if model == "owner/other" && tried.contains("404")),
-            "{error}"
+            "{nowhere:?}"
         );
+        Ok(())
     }
 
     #[test]
-    fn a_silent_hub_costs_no_more_than_the_timeout() {
-        let silent = TcpListener::bind("127.0.0.1:0").unwrap();
-        let endpoint = format!("http://{}", silent.local_addr().unwrap());
-        let home = tempfile::tempdir().unwrap();
+    fn a_silent_hub_costs_no_more_than_the_timeout() -> Outcome {
+        let silent = TcpListener::bind("127.0.0.1:0")?;
+        let endpoint = format!("http://{}", silent.local_addr()?);
+        let home = tempfile::tempdir()?;
         let cache = Cache::new(home.path().to_path_buf());
         let builder = ApiBuilder::from_cache(cache.clone()).with_endpoint(endpoint);
         let start = Instant::now();
         let timeout = Duration::from_millis(300);
-        let error = fetch_with("owner/tiny", builder, &cache, timeout).unwrap_err();
+        let result = fetch_with("owner/tiny", builder, &cache, timeout, &Observer::default());
         assert!(start.elapsed() < Duration::from_secs(3));
         assert!(
-            matches!(&error, Error::ModelNotFound { tried, .. } if tried.contains("no answer")),
-            "{error}"
+            matches!(&result, Err(Error::ModelNotFound { tried, .. }) if tried.contains("no answer")),
+            "{result:?}"
         );
         assert!(ANSWER_TIMEOUT <= Duration::from_secs(10));
+        Ok(())
     }
 
     #[test]

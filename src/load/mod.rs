@@ -12,6 +12,7 @@ pub mod hub;
 mod json;
 mod mmap;
 mod pretrained;
+mod progress;
 pub mod safetensors;
 mod sentencepiece;
 mod splitting;
@@ -19,6 +20,7 @@ mod text_stream;
 pub mod tokenizer;
 
 pub use pretrained::{LoadOptions, Pretrained, from_pretrained};
+pub use progress::{LoadProgress, Observer};
 pub use text_stream::TextStream;
 
 use candle_core::DType;

@@ -15,12 +15,13 @@ use super::{
     check_dtype,
     gguf::{GgufFile, GgufWeights},
     json,
+    progress::{LoadProgress, Observed, Observer},
     safetensors::SafetensorsWeights,
     tokenizer,
 };
 use crate::{
     error::{Error, Result},
-    models::{self, Decoder, ModelSpec},
+    models::{self, Decoder, ModelSpec, WeightSource},
 };
 
 /// How [`from_pretrained`] loads.
@@ -37,19 +38,19 @@ pub struct LoadOptions {
     pub context_length: Option<usize>,
     /// Where the weights go.
     pub device: Device,
-    /// Whether a download shows a progress bar on stderr.
-    pub progress: bool,
+    /// Who is told how far a download and the reading of the weights are.
+    pub progress: Observer,
 }
 
 impl Default for LoadOptions {
-    /// f32 on the CPU, quantised matrices as they are, the model's own context length, no
-    /// progress bar.
+    /// f32 on the CPU, quantised matrices as they are, the model's own context length, nobody
+    /// who is told of the progress.
     fn default() -> Self {
         Self {
             dtype: None,
             context_length: None,
             device: Device::Cpu,
-            progress: false,
+            progress: Observer::default(),
         }
     }
 }
@@ -80,9 +81,13 @@ impl LoadOptions {
         self
     }
 
-    /// Shows a progress bar on stderr while a model is downloaded.
-    pub fn with_progress(mut self, progress: bool) -> Self {
-        self.progress = progress;
+    /// Calls `tell` while files are downloaded and while weights are read; see
+    /// [`LoadProgress`].
+    pub fn with_progress(
+        mut self,
+        tell: impl Fn(LoadProgress<'_>) + Send + Sync + 'static,
+    ) -> Self {
+        self.progress = Observer::new(tell);
         self
     }
 }
@@ -110,10 +115,13 @@ const CHAT_ENDS: [&str; 4] = ["<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|en
 /// `tokenizer.json` and safetensors, or (feature `hub`) by its hub id `owner/name`. What is on
 /// disk wins over a hub id.
 ///
+/// Whether the checkpoint is whole and of the family that its configuration says is checked
+/// before a weight is read: it takes no longer for a large one.
+///
 /// # Errors
 /// [`Error::ModelNotFound`] if there is no such thing; otherwise what reading its files
 /// answers, [`Error::Unsupported`] for an architecture or tokenizer that this crate does not
-/// run.
+/// run, what [`ModelSpec::check_weights`] answers for weights that do not fit.
 pub fn from_pretrained(model: impl AsRef<Path>, options: &LoadOptions) -> Result<Pretrained> {
     options.dtype.map(check_dtype).transpose()?;
     let model = model.as_ref();
@@ -134,7 +142,7 @@ pub fn from_pretrained(model: impl AsRef<Path>, options: &LoadOptions) -> Result
 #[cfg(feature = "hub")]
 fn from_hub(model: &Path, options: &LoadOptions) -> Result<PathBuf> {
     match model.to_str().filter(|id| super::hub::is_id(id)) {
-        Some(id) => super::hub::fetch(id, options.progress),
+        Some(id) => super::hub::fetch(id, &options.progress),
         None => Err(not_found(model, "no such file or folder")),
     }
 }
@@ -183,16 +191,17 @@ fn from_gguf(path: &Path, options: &LoadOptions) -> Result<Pretrained> {
     let file = GgufFile::open(path)?;
     let place = path.display().to_string();
     let spec = options.limit(models::spec_from_gguf(file.metadata(), &place)?);
-    let tokenizer = tokenizer::from_gguf(&file)?;
-    let chat_template = ChatTemplate::from_gguf(&file)?;
+    let weights = GgufWeights::new(file, options.dtype, &options.device)?;
+    let tensors = spec.check_weights(&weights)?;
+    let file = weights.file();
+    let tokenizer = tokenizer::from_gguf(file)?;
+    let chat_template = ChatTemplate::from_gguf(file)?;
     let mut ends = BTreeSet::new();
     for name in ["eos", "eot", "eom"] {
         let key = format!("tokenizer.ggml.{name}_token_id");
         ends.extend(file.optional(&key, GgufFile::u32)?);
     }
-    let weights = GgufWeights::new(file, options.dtype, &options.device)?;
-    let dtype = options.dtype.unwrap_or(DType::F32);
-    let model = Decoder::load(spec, &weights, dtype, &options.device)?;
+    let model = read(spec, &weights, tensors, options)?;
     Ok(assemble(model, tokenizer, chat_template, ends, path))
 }
 
@@ -210,7 +219,11 @@ fn from_folder(folder: &Path, options: &LoadOptions) -> Result<Pretrained> {
             what: "tokenizer.json".into(),
         });
     }
+    let dtype = options.dtype.unwrap_or(DType::F32);
+    let weights = SafetensorsWeights::open(folder, dtype, &options.device)?;
+    let tensors = spec.check_weights(&weights)?;
     let tokenizer = tokenizer::from_file(&tokenizer_path)?;
+    check_vocabulary(&tokenizer, &tokenizer_path, &spec)?;
     let chat_template = ChatTemplate::from_folder(folder)?;
     let generation_path = folder.join("generation_config.json");
     let generation: Value = json::read_if_there(&generation_path)?.unwrap_or_default();
@@ -218,10 +231,36 @@ fn from_folder(folder: &Path, options: &LoadOptions) -> Result<Pretrained> {
     if ends.is_empty() {
         ends = eos_ids(&config, &config_path)?;
     }
-    let dtype = options.dtype.unwrap_or(DType::F32);
-    let weights = SafetensorsWeights::open(folder, dtype, &options.device)?;
-    let model = Decoder::load(spec, &weights, dtype, &options.device)?;
+    let model = read(spec, &weights, tensors, options)?;
     Ok(assemble(model, tokenizer, chat_template, ends, folder))
+}
+
+/// The model of weights that have been checked.
+fn read(
+    spec: ModelSpec,
+    weights: &dyn WeightSource,
+    tensors: usize,
+    options: &LoadOptions,
+) -> Result<Decoder> {
+    let weights = Observed::new(weights, tensors, &options.progress);
+    let dtype = options.dtype.unwrap_or(DType::F32);
+    Decoder::load(spec, &weights, dtype, &options.device)
+}
+
+/// Refuses a tokenizer with more tokens than the embedding has rows. Tokens added later are
+/// not counted: Gemma 3's text models have one for images, and no row for it. A request that
+/// uses such a token is refused.
+fn check_vocabulary(tokenizer: &Tokenizer, path: &Path, spec: &ModelSpec) -> Result<()> {
+    let tokens = tokenizer.get_vocab_size(false);
+    if tokens <= spec.vocab {
+        return Ok(());
+    }
+    Err(Error::InvalidArgument {
+        op: "load",
+        what: format!("vocabulary of {}", path.display()),
+        expected: format!("at most {} tokens, the rows of the embedding", spec.vocab),
+        got: tokens.to_string(),
+    })
 }
 
 /// `eos_token_id`: an id, a list of ids, or nothing.

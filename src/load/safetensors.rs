@@ -28,7 +28,8 @@ const MAX_HEADER: u64 = 100_000_000;
 /// The tensors of a checkpoint folder, memory-mapped.
 #[derive(Debug)]
 pub struct SafetensorsWeights {
-    folder: PathBuf,
+    /// What errors about the whole name: the single file or the index.
+    path: PathBuf,
     shards: Vec<Shard>,
     /// Tensor name to its shard.
     index: HashMap<String, usize>,
@@ -46,13 +47,15 @@ impl SafetensorsWeights {
     /// [`Error::Format`] for a truncated or contradictory header; [`Error::InvalidArgument`]
     /// for another dtype.
     pub fn open(folder: impl AsRef<Path>, dtype: DType, device: &Device) -> Result<Self> {
-        let folder = folder.as_ref().to_path_buf();
-        let (shards, index) = if folder.join(SINGLE_FILE).exists() {
-            let shard = Shard::open(&folder.join(SINGLE_FILE))?;
+        let folder = folder.as_ref();
+        let single = folder.join(SINGLE_FILE);
+        let index_file = folder.join(INDEX_FILE);
+        let (path, (shards, index)) = if single.exists() {
+            let shard = Shard::open(&single)?;
             let index = shard.tensors.keys().map(|name| (name.clone(), 0)).collect();
-            (vec![shard], index)
-        } else if folder.join(INDEX_FILE).exists() {
-            open_shards(&folder)?
+            (single, (vec![shard], index))
+        } else if index_file.exists() {
+            (index_file, open_shards(folder)?)
         } else {
             return Err(Error::Missing {
                 place: folder.display().to_string(),
@@ -60,7 +63,7 @@ impl SafetensorsWeights {
             });
         };
         Ok(Self {
-            folder,
+            path,
             shards,
             index,
             dtype: check_dtype(dtype)?,
@@ -72,25 +75,38 @@ impl SafetensorsWeights {
     pub fn tensor_names(&self) -> impl Iterator<Item = &str> {
         self.index.keys().map(String::as_str)
     }
+
+    /// A tensor of this shape: how it is stored, and its bytes.
+    fn find(&self, name: &str, shape: &[usize]) -> Result<(DType, &[u8])> {
+        let shard = self.index.get(name).and_then(|&i| self.shards.get(i));
+        let Some((shard, entry)) = shard.and_then(|s| Some((s, s.tensors.get(name)?))) else {
+            return Err(missing_tensor(name, self.place()));
+        };
+        check_shape(name, &shard.path.display().to_string(), shape, &entry.shape)?;
+        shard.bytes(name, entry)
+    }
 }
 
 impl WeightSource for SafetensorsWeights {
     fn place(&self) -> String {
-        self.folder.display().to_string()
+        self.path.display().to_string()
     }
 
     fn contains(&self, name: &str) -> bool {
         self.index.contains_key(name)
     }
 
+    fn names(&self) -> Vec<&str> {
+        self.tensor_names().collect()
+    }
+
+    fn check(&self, name: &str, shape: &[usize]) -> Result<()> {
+        self.find(name, shape).map(|_| ())
+    }
+
     fn tensor(&self, name: &str, shape: &[usize], dtype: DType) -> Result<Tensor> {
-        let shard = self.index.get(name).and_then(|&i| self.shards.get(i));
-        let Some((shard, entry)) = shard.and_then(|s| Some((s, s.tensors.get(name)?))) else {
-            return Err(missing_tensor(name, self.place()));
-        };
-        check_shape(name, &shard.path.display().to_string(), shape, &entry.shape)?;
-        let (stored, bytes) = shard.bytes(name, entry)?;
-        let tensor = Tensor::from_raw_buffer(bytes, stored, &entry.shape, &self.device)?;
+        let (stored, bytes) = self.find(name, shape)?;
+        let tensor = Tensor::from_raw_buffer(bytes, stored, shape, &self.device)?;
         Ok(tensor.to_dtype(dtype)?)
     }
 

@@ -6,8 +6,8 @@ use super::CausalLm;
 use super::layers::{AttentionLayer, FeedForwardLayer, Loader, NormLayer};
 use super::linear::{Embedding, Linear};
 use super::rope::{Angles, Rope};
-use super::rope_spec::{LongRopeDivisors, RopeScaling, RopeSpec};
-use super::spec::{LayerSpec, ModelSpec, Presence};
+use super::rope_spec::RopeSpec;
+use super::spec::{LayerSpec, ModelSpec};
 use super::weights::WeightSource;
 use crate::cache::{CacheSpec, StepPlan};
 use crate::error::{Error, Result};
@@ -50,8 +50,8 @@ impl Decoder {
     /// one input are stored as one matrix where their types allow.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for a spec that contradicts itself or another dtype; what
-    /// `weights` answers for a tensor that is missing or has another shape.
+    /// [`Error::InvalidArgument`] for a spec that contradicts itself or another dtype; before
+    /// any weight is read what [`ModelSpec::check_weights`] answers; what reading answers.
     pub fn load(
         spec: ModelSpec,
         weights: &dyn WeightSource,
@@ -67,6 +67,7 @@ impl Decoder {
                 got: format!("{dtype:?}"),
             });
         }
+        spec.check_weights(weights)?;
         let names = spec.names;
         let loader = Loader {
             weights,
@@ -76,16 +77,11 @@ impl Decoder {
             device,
         };
         let embedding = loader.matrix(names.embedding, spec.vocab, spec.hidden)?;
-        let embedding = Embedding::new(embedding, dtype, device)?;
-        let tied = match spec.head {
-            Presence::Never => true,
-            Presence::Always => false,
-            Presence::IfStored => !weights.contains(&format!("{}.weight", names.head)),
-        };
-        let head = if tied {
-            embedding.tied_head(device)?
+        let (embedding, head) = if spec.has_head(weights) {
+            let head = loader.linear(names.head, spec.vocab, spec.hidden, spec.head_bias)?;
+            (Embedding::new(embedding, dtype, device)?, head)
         } else {
-            loader.linear(names.head, spec.vocab, spec.hidden, spec.head_bias)?
+            Embedding::with_head(embedding, dtype, device)?
         };
         let mut kinds: Vec<&RopeSpec> = Vec::new();
         let mut layers = Vec::with_capacity(spec.layers.len());
@@ -182,21 +178,9 @@ impl Decoder {
 
 /// The frequencies of `rope`, with the divisors that the checkpoint holds for them.
 fn load_rope(loader: &Loader<'_>, spec: &ModelSpec, rope: &RopeSpec) -> Result<Rope> {
-    let names = loader.names;
-    let (name, presence) = match &rope.scaling {
-        RopeScaling::LongRope {
-            divisors: LongRopeDivisors::Stored,
-            original_context,
-            ..
-        } if spec.context_length > *original_context => (names.rope_long, Presence::Always),
-        RopeScaling::LongRope {
-            divisors: LongRopeDivisors::Stored,
-            ..
-        } => (names.rope_short, Presence::Always),
-        _ => (names.rope_divisors, spec.rope_divisors),
-    };
+    let (name, presence) = spec.divisors_of(rope);
     let divisors = loader
-        .optional(&format!("{name}.weight"), &[rope.dim / 2], presence)?
+        .optional(&name, &[rope.dim / 2], presence)?
         .map(|divisors| divisors.to_vec1::<f32>())
         .transpose()?;
     Ok(Rope::new(rope, spec.context_length, divisors.as_deref()))

@@ -260,10 +260,8 @@ fn interleaved(loader: &Loader<'_>, spec: &Experts, name: &str) -> Result<Vec<(P
 /// The gate of the shared expert, one output. GGUF files hold it as a vector.
 fn shared_gate(loader: &Loader<'_>, name: &str) -> Result<Linear> {
     let name = format!("{name}.weight");
-    let shape: &[usize] = match loader.names.experts {
-        ExpertNames::Stacked { .. } => &[loader.hidden],
-        _ => &[1, loader.hidden],
-    };
+    let matrix = [1, loader.hidden];
+    let shape = loader.names.experts.shared_gate_shape(&matrix);
     let weight = loader.weights.tensor(&name, shape, DType::F32)?;
     let weight = LinearWeight::Dense(weight.reshape((1, loader.hidden))?);
     Linear::new(weight, None, loader.dtype, loader.device)

@@ -4,6 +4,7 @@ use candle_core::{DType, Device, Tensor};
 
 use super::experts::ExpertsLayer;
 use super::gated::gated;
+use super::inventory;
 use super::linear::{Linear, Part, Projections};
 use super::names::WeightNames;
 use super::rope::Angles;
@@ -53,7 +54,7 @@ impl Loader<'_> {
     }
 
     /// Projections of the residual stream, `outs` wide: the matrices `names`, or the pieces of
-    /// the matrix `fused`. Where a checkpoint has neither, the error is about `fused`.
+    /// the matrix `fused`.
     pub(super) fn parts<const N: usize>(
         &self,
         fused: Option<String>,
@@ -61,9 +62,7 @@ impl Loader<'_> {
         outs: [usize; N],
         bias: Presence,
     ) -> Result<[Part; N]> {
-        let has = |name: &str| self.weights.contains(&format!("{name}.weight"));
-        let fused = fused.filter(|fused| has(fused) || !names.iter().any(|name| has(name)));
-        let parts = match fused {
+        let parts = match inventory::fused(self.weights, fused, &names) {
             Some(fused) => {
                 let whole = self.part(&fused, outs.iter().sum(), self.hidden, bias)?;
                 cut(whole, &outs, self.device)?
@@ -100,12 +99,8 @@ impl Loader<'_> {
         shape: &[usize],
         presence: Presence,
     ) -> Result<Option<Tensor>> {
-        let wanted = match presence {
-            Presence::Never => false,
-            Presence::Always => true,
-            Presence::IfStored => self.weights.contains(name),
-        };
-        wanted
+        presence
+            .asks(self.weights, name)
             .then(|| self.weights.tensor(name, shape, DType::F32))
             .transpose()
     }

@@ -5,20 +5,21 @@ use std::sync::Arc;
 
 use candle_core::quantized::{GgmlDType, QMatMul, QStorage, QTensor};
 use candle_core::{DType, Device, Module, Tensor};
-use rayon::prelude::*;
 
 use super::weights::LinearWeight;
 use crate::error::{Error, Result};
+use crate::ops::PackedLinear;
 
 const OP: &str = "linear";
 
 /// `x @ weightᵀ + bias`.
 ///
 /// It computes the same function at any number of rows: a row alone equals the same row of a
-/// batch within the rounding of f32 sums. Dense products run in the dtype of the weight, with
-/// one exception: candle has no bf16 product on a CPU, so there bf16 weights are widened to
-/// f32 once, at load, at twice the memory. Quantised products round the activations per block
-/// as candle's [`QMatMul`] does, from f32.
+/// batch within the rounding of f32 sums, and to the bit where the kernels of this crate run
+/// (f32, f16, bf16, Q8_0, Q4_0 and Q4_1 on a CPU). There dense weights are kept in their dtype
+/// and multiplied in f32, whatever it is; on other devices dense products run in the dtype of
+/// the weight. Quantised products round the activations per block as candle's [`QMatMul`]
+/// does, from f32.
 #[derive(Debug, Clone)]
 pub struct Linear {
     weight: Weight,
@@ -27,34 +28,52 @@ pub struct Linear {
 
 #[derive(Debug, Clone)]
 enum Weight {
+    Packed(PackedLinear),
     /// `[out, in]`.
     Dense(Tensor),
     Quantized(QMatMul),
 }
 
+impl Weight {
+    /// One matrix of settled ones of one kind, one above the other.
+    fn new(parts: &[&LinearWeight], device: &Device) -> Result<Self> {
+        if let Some(packed) = pack(parts, device)? {
+            return Ok(Self::Packed(packed));
+        }
+        Ok(match stack(parts, device)? {
+            LinearWeight::Dense(weight) => Self::Dense(weight),
+            // Not `QMatMul::from_arc`, which an environment variable can turn into another
+            // function.
+            LinearWeight::Quantized(weight) => Self::Quantized(QMatMul::QTensor(weight)),
+        })
+    }
+}
+
 impl Linear {
     /// A layer with `weight` `[out, in]` and `bias` `[out]`, dense tensors in any float dtype
-    /// and on any device; they are brought to `dtype` and `device`.
+    /// and on any device; they are brought to `dtype` and `device`. On a CPU the weight is
+    /// copied into the order of the kernels.
     ///
     /// # Errors
-    /// [`Error::Device`] for a quantised weight on another device; what candle answers.
+    /// [`Error::Device`] for a quantised weight on another device; [`Error::Shape`] for a
+    /// weight that is no matrix; what candle answers.
     pub fn new(
         weight: LinearWeight,
         bias: Option<Tensor>,
         dtype: DType,
         device: &Device,
     ) -> Result<Self> {
-        let product = product_dtype(dtype, device);
-        let (weight, bias_dtype) = match settle(weight, product, device)? {
-            LinearWeight::Dense(weight) => (Weight::Dense(weight), product),
-            // Not `QMatMul::from_arc`, which an environment variable can turn into another
-            // function.
-            LinearWeight::Quantized(weight) => {
-                (Weight::Quantized(QMatMul::QTensor(weight)), DType::F32)
-            }
+        let weight = settle(weight, dtype, device)?;
+        Self::of(Weight::new(&[&weight], device)?, bias, device)
+    }
+
+    fn of(weight: Weight, bias: Option<Tensor>, device: &Device) -> Result<Self> {
+        let dtype = match &weight {
+            Weight::Dense(weight) => weight.dtype(),
+            Weight::Packed(_) | Weight::Quantized(_) => DType::F32,
         };
         let bias = bias
-            .map(|bias| bias.to_device(device)?.to_dtype(bias_dtype))
+            .map(|bias| bias.to_device(device)?.to_dtype(dtype))
             .transpose()?;
         Ok(Self { weight, bias })
     }
@@ -62,10 +81,11 @@ impl Linear {
     /// x `[rows, in]` to `[rows, out]`, of x's dtype.
     ///
     /// # Errors
-    /// What candle answers, for a wrong shape or device.
+    /// [`Error::Shape`] or what candle answers, for a wrong shape or device.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let y = match &self.weight {
-            Weight::Dense(weight) => dense(&x.to_dtype(weight.dtype())?, weight)?,
+            Weight::Packed(weight) => weight.forward(&x.to_dtype(DType::F32)?)?,
+            Weight::Dense(weight) => x.to_dtype(weight.dtype())?.matmul(&weight.t()?)?,
             Weight::Quantized(weight) => weight.forward(&x.to_dtype(DType::F32)?.contiguous()?)?,
         };
         let y = match &self.bias {
@@ -76,67 +96,58 @@ impl Linear {
     }
 }
 
-/// Rows up to which a CPU takes the product from the other side.
-const FEW_ROWS: usize = 64;
-
-/// `x @ weightᵀ` of x `[rows, in]` and weight `[out, in]`.
-///
-/// On a CPU a few rows are computed as `(weight @ xᵀ)ᵀ`: the `gemm` crate then reads the
-/// weight where it lies and does not repack it, which is 2 to 4 times as fast from 2 rows up.
-fn dense(x: &Tensor, weight: &Tensor) -> candle_core::Result<Tensor> {
-    let rows = x.dim(0)?;
-    if rows > FEW_ROWS || !x.device().is_cpu() || x.dtype() != DType::F32 {
-        return x.matmul(&weight.t()?);
+/// Settled weights of one kind in the layout of the CPU's kernels, `None` if there is no kernel
+/// for them.
+fn pack(parts: &[&LinearWeight], device: &Device) -> Result<Option<PackedLinear>> {
+    if !device.is_cpu() {
+        return Ok(None);
     }
-    if rows == 1 {
-        return one_row(x, weight);
+    let (dense, quantized) = by_kind(parts);
+    if quantized.is_empty() {
+        return PackedLinear::from_dense(&dense).map(Some);
     }
-    weight.matmul(&x.t()?)?.t()?.contiguous()
+    if dense.is_empty()
+        && quantized
+            .iter()
+            .all(|part| PackedLinear::takes(part.dtype()))
+    {
+        let parts: Vec<&QTensor> = quantized.iter().map(|part| &***part).collect();
+        return PackedLinear::from_quantized(&parts).map(Some);
+    }
+    Ok(None)
 }
 
-/// Weights of a piece at least, or waking a thread costs more than it saves.
-const PIECE: usize = 1 << 17;
-/// Pieces per thread at most: a thread that is held up then leaves some to the others.
-const PIECES_PER_THREAD: usize = 2;
-
-/// [`dense`] of a single row. The product is a pass over the weight, which `gemm` makes on one
-/// thread; here each piece of the weight's rows is such a pass.
-fn one_row(x: &Tensor, weight: &Tensor) -> candle_core::Result<Tensor> {
-    let (out, _) = weight.dims2()?;
-    let most = rayon::current_num_threads() * PIECES_PER_THREAD;
-    let pieces = (weight.elem_count() / PIECE).clamp(1, most);
-    let step = out.div_ceil(pieces);
-    let product = |start: usize| {
-        let rows = step.min(out - start);
-        x.matmul(&weight.narrow(0, start, rows)?.t()?)
-    };
-    if pieces == 1 {
-        return product(0);
+fn by_kind<'a>(parts: &[&'a LinearWeight]) -> (Vec<&'a Tensor>, Vec<&'a Arc<QTensor>>) {
+    let mut dense = Vec::new();
+    let mut quantized = Vec::new();
+    for part in parts {
+        match part {
+            LinearWeight::Dense(weight) => dense.push(weight),
+            LinearWeight::Quantized(weight) => quantized.push(weight),
+        }
     }
-    let starts: Vec<usize> = (0..out).step_by(step).collect();
-    let products = starts
-        .into_par_iter()
-        .map(product)
-        .collect::<candle_core::Result<Vec<_>>>()?;
-    Tensor::cat(&products, 1)
-}
-
-/// The dtype in which dense products of a model in `dtype` run.
-fn product_dtype(dtype: DType, device: &Device) -> DType {
-    match dtype {
-        DType::BF16 if device.is_cpu() => DType::F32,
-        other => other,
-    }
+    (dense, quantized)
 }
 
 /// Brings a weight to its final form: dense tensors to `dtype` and `device`, and what
 /// candle's quantised product does not take to dense ones.
 pub(super) fn settle(weight: LinearWeight, dtype: DType, device: &Device) -> Result<LinearWeight> {
+    match *weight.dims() {
+        [_, inp] if inp > 0 => {}
+        ref got => {
+            return Err(Error::Shape {
+                op: OP,
+                tensor: "weight".into(),
+                expected: "[out, in]".into(),
+                got: got.to_vec(),
+            });
+        }
+    }
     Ok(match weight {
         LinearWeight::Dense(weight) => {
             LinearWeight::Dense(weight.to_device(device)?.to_dtype(dtype)?)
         }
-        LinearWeight::Quantized(weight) if !has_quantized_product(&weight)? => {
+        LinearWeight::Quantized(weight) if !has_quantized_product(&weight, device)? => {
             LinearWeight::Dense(weight.dequantize(device)?.to_dtype(dtype)?)
         }
         LinearWeight::Quantized(weight) if weight.device().location() != device.location() => {
@@ -151,12 +162,13 @@ pub(super) fn settle(weight: LinearWeight, dtype: DType, device: &Device) -> Res
     })
 }
 
-/// Plain floats in GGML blocks have none, and three of the block formats only for an even
-/// number of blocks in a row: with debug assertions candle panics on others.
-fn has_quantized_product(weight: &QTensor) -> Result<bool> {
+/// Plain floats in GGML blocks have none. candle has one for three of the block formats only
+/// for an even number of blocks in a row: with debug assertions it panics on others.
+fn has_quantized_product(weight: &QTensor, device: &Device) -> Result<bool> {
     let (_, columns) = weight.shape().dims2()?;
     Ok(match weight.dtype() {
         GgmlDType::F32 | GgmlDType::F16 | GgmlDType::BF16 => false,
+        kind if device.is_cpu() && PackedLinear::takes(kind) => true,
         kind @ (GgmlDType::Q4_1 | GgmlDType::Q5_0 | GgmlDType::Q5_1) => {
             columns.is_multiple_of(2 * kind.block_size())
         }
@@ -181,10 +193,9 @@ pub(super) struct Projections<const N: usize> {
 
 impl<const N: usize> Projections<N> {
     pub(super) fn new(parts: [Part; N], dtype: DType, device: &Device) -> Result<Self> {
-        let product = product_dtype(dtype, device);
         let mut settled = Vec::with_capacity(N);
         for part in parts {
-            let weight = settle(part.weight, product, device)?;
+            let weight = settle(part.weight, dtype, device)?;
             settled.push(Part { weight, ..part });
         }
         let products = settled
@@ -193,14 +204,15 @@ impl<const N: usize> Projections<N> {
                     && a.bias.is_some() == b.bias.is_some()
             })
             .map(|run| {
-                let weight = stack(run, device)?;
+                let weights: Vec<_> = run.iter().map(|part| &part.weight).collect();
+                let weight = Weight::new(&weights, device)?;
                 let biases: Vec<&Tensor> = run.iter().flat_map(|part| &part.bias).collect();
                 let bias = match *biases {
                     [] => None,
                     _ => Some(Tensor::cat(&biases, 0)?),
                 };
                 let widths = run.iter().map(|part| part.out).collect();
-                Ok((Linear::new(weight, bias, dtype, device)?, widths))
+                Ok((Linear::of(weight, bias, device)?, widths))
             })
             .collect::<Result<_>>()?;
         Ok(Self { products })
@@ -236,18 +248,11 @@ fn ggml_dtype(weight: &LinearWeight) -> Option<GgmlDType> {
 }
 
 /// One weight above the other: `[sum of out, in]`. All are of one kind.
-fn stack(parts: &[Part], device: &Device) -> Result<LinearWeight> {
+fn stack(parts: &[&LinearWeight], device: &Device) -> Result<LinearWeight> {
     if let [single] = parts {
-        return Ok(single.weight.clone());
+        return Ok((*single).clone());
     }
-    let mut dense = Vec::new();
-    let mut quantized: Vec<&Arc<QTensor>> = Vec::new();
-    for part in parts {
-        match &part.weight {
-            LinearWeight::Dense(weight) => dense.push(weight),
-            LinearWeight::Quantized(weight) => quantized.push(weight),
-        }
-    }
+    let (dense, quantized) = by_kind(parts);
     let Some(first) = quantized.first() else {
         return Ok(LinearWeight::Dense(Tensor::cat(&dense, 0)?));
     };
@@ -267,31 +272,46 @@ fn stack(parts: &[Part], device: &Device) -> Result<LinearWeight> {
 /// The token embedding, dense or quantised.
 #[derive(Debug, Clone)]
 pub(super) struct Embedding {
-    weight: LinearWeight,
+    table: Table,
     dtype: DType,
+}
+
+#[derive(Debug, Clone)]
+enum Table {
+    Stored(LinearWeight),
+    /// Shared with the head.
+    Packed(PackedLinear),
 }
 
 impl Embedding {
     /// An embedding with rows of `weight` `[vocab, hidden]`, looked up as `dtype`.
     pub(super) fn new(weight: LinearWeight, dtype: DType, device: &Device) -> Result<Self> {
-        Ok(Self {
-            weight: settle(weight, dtype, device)?,
-            dtype,
-        })
+        let table = Table::Stored(settle(weight, dtype, device)?);
+        Ok(Self { table, dtype })
+    }
+
+    /// An embedding, and the head of a model that has none of its own: both are in one memory.
+    pub(super) fn with_head(
+        weight: LinearWeight,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<(Self, Linear)> {
+        let weight = settle(weight, dtype, device)?;
+        let head = Linear::of(Weight::new(&[&weight], device)?, None, device)?;
+        let table = match &head.weight {
+            Weight::Packed(packed) => Table::Packed(packed.clone()),
+            Weight::Dense(_) | Weight::Quantized(_) => Table::Stored(weight),
+        };
+        Ok((Self { table, dtype }, head))
     }
 
     /// ids u32 `[rows]` to `[rows, hidden]`. Quantised rows are dequantised as they are read.
     pub(super) fn forward(&self, ids: &Tensor) -> Result<Tensor> {
-        let rows = match &self.weight {
-            LinearWeight::Dense(weight) => weight.index_select(ids, 0)?,
-            LinearWeight::Quantized(weight) => weight.embedding(ids)?,
+        let rows = match &self.table {
+            Table::Stored(LinearWeight::Dense(weight)) => weight.index_select(ids, 0)?,
+            Table::Stored(LinearWeight::Quantized(weight)) => weight.embedding(ids)?,
+            Table::Packed(weight) => weight.rows(&ids.to_vec1()?)?,
         };
         Ok(rows.to_dtype(self.dtype)?)
-    }
-
-    /// The head of a model that has none of its own. It shares the memory of the embedding,
-    /// unless the product needs another dtype.
-    pub(super) fn tied_head(&self, device: &Device) -> Result<Linear> {
-        Linear::new(self.weight.clone(), None, self.dtype, device)
     }
 }

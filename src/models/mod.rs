@@ -10,6 +10,7 @@ mod decoder;
 mod experts;
 mod families;
 mod gated;
+mod inventory;
 mod layers;
 mod linear;
 mod names;

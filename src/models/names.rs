@@ -100,6 +100,16 @@ pub enum ExpertNames {
     },
 }
 
+impl ExpertNames {
+    /// The shape of the shared expert's gate, `matrix` or in a GGUF file a vector.
+    pub(super) fn shared_gate_shape(self, matrix: &[usize; 2]) -> &[usize] {
+        match self {
+            Self::Stacked { .. } => &matrix[1..],
+            _ => matrix,
+        }
+    }
+}
+
 impl WeightNames {
     /// Names in the safetensors files of Hugging Face's `LlamaForCausalLM` and its kin.
     pub const HF: Self = Self {

@@ -60,6 +60,28 @@ pub trait WeightSource {
     /// Whether the checkpoint has a tensor of this name.
     fn contains(&self, name: &str) -> bool;
 
+    /// The names of all tensors, in any order; none from a source that cannot tell, of which
+    /// nobody then notices a tensor that a model leaves unused.
+    fn names(&self) -> Vec<&str> {
+        Vec::new()
+    }
+
+    /// Checks, without reading it, that a tensor can be read with the given shape. A source
+    /// that has only its names to go by finds a wrong shape when it reads the tensor.
+    ///
+    /// # Errors
+    /// As [`WeightSource::tensor`].
+    fn check(&self, name: &str, shape: &[usize]) -> Result<()> {
+        let _ = shape;
+        if self.contains(name) {
+            return Ok(());
+        }
+        Err(Error::Missing {
+            place: self.place(),
+            what: format!("tensor `{name}`"),
+        })
+    }
+
     /// A tensor of the given shape, dequantised if need be, as `dtype` on the device of the
     /// source.
     ///

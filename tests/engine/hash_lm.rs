@@ -11,6 +11,7 @@ use candle_paged_attn::cache::{
 };
 use candle_paged_attn::engine::{Answer, Engine, EngineConfig, FinishReason, Request, RequestId};
 use candle_paged_attn::models::CausalLm;
+use candle_paged_attn::ops::PageTable;
 use candle_paged_attn::{Error, Result, ops};
 
 use crate::common::Rng;
@@ -113,6 +114,7 @@ impl CausalLm for HashLm {
             let LayerKv::Dense { k: ks, v: vs } = step.kv else {
                 panic!("dense layers only")
             };
+            assert_reads_its_window(table, self.windows[layer]);
             ops::write_kv(ks, vs, &k, &v, table)?;
             let sequences = (0..table.num_seqs()).map(|seq| {
                 let (ks, vs) = ops::gather_kv(ks, vs, table, seq).unwrap();
@@ -175,6 +177,19 @@ impl CausalLm for HashLm {
 
     fn context_length(&self) -> usize {
         4096
+    }
+}
+
+/// The pages of each sequence are those from the first key that its first row sees on.
+fn assert_reads_its_window(table: &PageTable, window: Option<usize>) {
+    let (size, offsets) = (table.block_size(), table.query_offsets());
+    for seq in 0..table.num_seqs() {
+        let end = table.seq_lens()[seq] as usize;
+        let start = end - (offsets[seq + 1] - offsets[seq]) as usize;
+        let seen = window.map_or(0, |window| (start + 1).saturating_sub(window));
+        let (pages, first) = table.pages(seq);
+        assert_eq!(first, seen / size, "{start} to {end}, {window:?}");
+        assert_eq!(pages.len(), end.div_ceil(size) - first);
     }
 }
 

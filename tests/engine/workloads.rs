@@ -38,12 +38,27 @@ struct Seen {
     preemptions: u64,
     /// Of these, those that moved a sequence to host memory.
     swaps: u64,
+    /// Prompt tokens that were found in the cache.
+    cached: u64,
+    /// Blocks that two sequences shared, one of which went on to write.
+    copies: u64,
 }
 
 /// Margin of log-probabilities below which a choice may fall to either token.
 const CLOSE: f32 = 1e-4;
 
-fn workload(seed: u64, rng: &mut Rng) -> Workload {
+/// Blocks that a sequence on its way to `tokens` needs at least, of layers with `window`: those
+/// that the last position before it sees, and the one it writes to.
+fn needed(tokens: usize, window: Option<usize>, block_size: usize) -> usize {
+    let first = |at: usize| window.map_or(0, |window| (at + 1).saturating_sub(window));
+    (0..tokens)
+        .map(|at| (at + 1).div_ceil(block_size) - first(at) / block_size)
+        .max()
+        .unwrap()
+}
+
+/// A workload for a model with these windows.
+fn workload(seed: u64, rng: &mut Rng, windows: &[Option<usize>]) -> Workload {
     let block_size = [1, 2, 4, 16][rng.below(4)];
     let requests = 3 + rng.below(12);
     // Some prompts begin alike.
@@ -68,7 +83,14 @@ fn workload(seed: u64, rng: &mut Rng) -> Workload {
         .collect();
     // Every arrival in its step; the pool from barely enough to ample.
     open.sort_by_key(|(at, _)| *at);
-    let need = |asked: &Asked| (asked.prompt.len() + asked.max_tokens).div_ceil(block_size);
+    let need = |asked: &Asked| {
+        let tokens = asked.prompt.len() + asked.max_tokens;
+        let windows = windows.iter();
+        windows
+            .map(|&window| needed(tokens, window, block_size))
+            .max()
+            .unwrap()
+    };
     let least = open.iter().map(|(_, asked)| need(asked)).max().unwrap();
     let all: usize = open.iter().map(|(_, asked)| asked.n * need(asked)).sum();
     let blocks = match rng.below(3) {
@@ -159,6 +181,8 @@ fn play<M: CausalLm>(
     }
     seen.preemptions += engine.stats().preemptions;
     seen.swaps += engine.stats().swaps;
+    seen.cached += engine.stats().cached_tokens;
+    seen.copies += engine.cache().counters().copies;
 }
 
 impl Seen {
@@ -190,11 +214,57 @@ fn two_hundred_random_workloads() {
                 .map(|token| (token, f32::INFINITY))
                 .collect()
         };
-        let workload = workload(seed, &mut rng);
+        let workload = workload(seed, &mut rng, &lm.windows);
         play(seed, &mut rng, lm.clone(), workload, alone, &mut seen);
     }
     seen.check();
     assert_eq!(seen.close, 0);
+}
+
+/// Groups of layers that release their blocks at different times, and models of windows alone
+/// in pools that hold little more than a window.
+#[test]
+fn two_hundred_random_workloads_on_layer_groups() {
+    let gemma3 = |window| [vec![Some(window); 5], vec![None]].concat();
+    for pattern in ["Gemma 3", "windows alone", "two windows", "alternating"] {
+        let mut seen = Seen::default();
+        for seed in 2000..2050 {
+            let mut rng = Rng(seed);
+            let window = 1 + rng.below(20);
+            let mut lm = model(VOCAB);
+            lm.windows = match pattern {
+                "Gemma 3" => gemma3(window),
+                "windows alone" => vec![Some(window)],
+                "two windows" => vec![Some(window), Some(window + 1 + rng.below(9))],
+                _ => [Some(window), None].repeat(2),
+            };
+            let lm = Arc::new(lm);
+            let alone = |asked: &Asked| {
+                let tokens = lm.greedy(&asked.prompt, asked.max_tokens);
+                tokens
+                    .into_iter()
+                    .map(|token| (token, f32::INFINITY))
+                    .collect()
+            };
+            let workload = workload(seed, &mut rng, &lm.windows);
+            play(seed, &mut rng, lm.clone(), workload, alone, &mut seen);
+        }
+        assert_eq!(seen.close, 0);
+        let Seen {
+            swaps,
+            cached,
+            copies,
+            ..
+        } = seen;
+        let recomputed = seen.preemptions - swaps;
+        println!(
+            "{pattern}: {} samples, {recomputed} recomputed, {swaps} swapped, {cached} tokens \
+             found, {copies} copies",
+            seen.samples
+        );
+        assert!(recomputed > 20 && swaps > 20, "{pattern}");
+        assert!(cached > 300 && copies > 20, "{pattern}");
+    }
 }
 
 /// The same on a decoder with real attention: as alone in an ample pool.
@@ -217,7 +287,7 @@ fn two_hundred_random_workloads_on_a_decoder() {
     let mut seen = Seen::default();
     for seed in 1000..1200 {
         let mut rng = Rng(seed);
-        let workload = workload(seed, &mut rng);
+        let workload = workload(seed, &mut rng, &[None]);
         play(seed, &mut rng, decoder.clone(), workload, alone, &mut seen);
     }
     seen.check();

@@ -1,11 +1,15 @@
 //! One call from a path to a model, and what it answers when something is not there.
 
-use std::{collections::HashMap, path::Path};
+use std::{
+    collections::HashMap,
+    path::Path,
+    sync::{Arc, Mutex},
+};
 
 use candle_core::{DType, quantized::gguf_file::Value};
 use candle_paged_attn::{
     Error,
-    load::{LoadOptions, from_pretrained},
+    load::{LoadOptions, LoadProgress, from_pretrained},
     models::CausalLm,
 };
 use serde_json::json;
@@ -175,6 +179,58 @@ fn missing_files_tensors_and_wrong_shapes_are_named() {
         matches!(&error, Error::Shape { tensor, .. } if tensor.contains("ffn_")),
         "{error}"
     );
+}
+
+#[test]
+fn a_tokenizer_with_more_tokens_than_the_embedding_has_rows() {
+    let folder = hf_folder();
+    let path = folder.path().join("tokenizer.json");
+    let rows = tiny::vocabulary().len();
+    let write = |words: usize| {
+        let vocab: serde_json::Map<_, _> =
+            (0..words).map(|n| (format!("word{n}"), json!(n))).collect();
+        let tokenizer = json!({
+            "version": "1.0",
+            "added_tokens": [{
+                "id": words, "content": "<image>", "special": true, "single_word": false,
+                "lstrip": false, "rstrip": false, "normalized": false,
+            }],
+            "model": { "type": "WordLevel", "vocab": vocab, "unk_token": "word0" },
+        });
+        std::fs::write(&path, tokenizer.to_string()).unwrap();
+    };
+    write(rows + 1);
+    let error = load(folder.path()).unwrap_err();
+    assert!(
+        matches!(&error, Error::InvalidArgument { what, expected, got, .. }
+            if what.contains("tokenizer.json")
+                && expected.contains(&rows.to_string())
+                && got == &(rows + 1).to_string()),
+        "{error}"
+    );
+    // An added token may lie past the embedding, as that for images in Gemma 3.
+    write(rows);
+    load(folder.path()).unwrap();
+}
+
+#[test]
+fn an_observer_is_told_of_every_tensor() {
+    let folder = hf_folder();
+    let gguf = gguf(folder.path(), "t.gguf", &tiny::llama_metadata());
+    for place in [folder.path(), &gguf] {
+        let told: Arc<Mutex<Vec<(usize, usize)>>> = Arc::default();
+        let log = told.clone();
+        let options = LoadOptions::default().with_progress(move |progress| {
+            let LoadProgress::Weights { tensors, total } = progress else {
+                panic!("{progress:?}");
+            };
+            log.lock().unwrap().push((tensors, total));
+        });
+        from_pretrained(place, &options).unwrap();
+        let total = tiny::llama_shapes().len();
+        let expected: Vec<_> = (0..=total).map(|read| (read, total)).collect();
+        assert_eq!(*told.lock().unwrap(), expected, "{}", place.display());
+    }
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! Every family that llama.cpp writes, from GGUF files with its fields, names and permutations,
 //! against transformers' logits of the checkpoint that they come from.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 
 use candle_core::quantized::gguf_file::{self, Value};
 use candle_core::quantized::{GgmlDType, QTensor};
@@ -18,7 +18,7 @@ use crate::run::in_chunks;
 const CLOSE: f64 = 1e-4;
 
 /// The stored case and llama.cpp's name of its architecture.
-const CASES: &[(&str, &str)] = &[
+pub const CASES: &[(&str, &str)] = &[
     ("llama_linear", "llama"),
     ("llama_yarn", "llama"),
     ("llama_bias_head_dim", "llama"),
@@ -53,7 +53,7 @@ type Metadata = BTreeMap<String, Value>;
 type Tensors = BTreeMap<String, Tensor>;
 
 /// The fields that llama.cpp's converter writes.
-fn metadata(golden: &Golden, arch: &str) -> Metadata {
+pub fn metadata(golden: &Golden, arch: &str) -> Metadata {
     let config = &golden.config;
     let number = |field: &str| config[field].as_f64();
     let count = |field: &str| config[field].as_u64().map(|n| Value::U32(n as u32));
@@ -287,8 +287,9 @@ fn renamed(name: &str, arch: &str) -> String {
     name
 }
 
-/// Writes the file and loads it through the loaders.
-fn load(metadata: &Metadata, tensors: &Tensors, context: usize) -> Decoder {
+/// The file of a stored case, in a folder of its own.
+pub fn file(golden: &Golden, arch: &str) -> (tempfile::TempDir, GgufFile) {
+    let (metadata, tensors) = (metadata(golden, arch), tensors(golden, arch));
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("tiny.gguf");
     let tensors: Vec<(&str, QTensor)> = tensors
@@ -305,8 +306,12 @@ fn load(metadata: &Metadata, tensors: &Tensors, context: usize) -> Decoder {
     let mut file = std::fs::File::create(&path).unwrap();
     gguf_file::write(&mut file, &metadata, &tensors).unwrap();
     let file = GgufFile::open(&path).unwrap();
-    let fields: &HashMap<String, Value> = file.metadata();
-    let spec = spec_from_gguf(fields, "tiny.gguf").unwrap();
+    (folder, file)
+}
+
+fn load(golden: &Golden, arch: &str, context: usize) -> Decoder {
+    let (_folder, file) = file(golden, arch);
+    let spec = spec_from_gguf(file.metadata(), "tiny.gguf").unwrap();
     let weights = GgufWeights::new(file, None, &Device::Cpu).unwrap();
     let spec = spec.with_context_length(context);
     Decoder::load(spec, &weights, DType::F32, &Device::Cpu).unwrap()
@@ -322,8 +327,7 @@ fn gguf_files_give_the_logits_of_transformers() {
         } else {
             usize::MAX
         };
-        let (metadata, tensors) = (metadata(&golden, arch), tensors(&golden, arch));
-        let model = load(&metadata, &tensors, context);
+        let model = load(&golden, arch, context);
         for chunk in [golden.prompt.len(), 3] {
             let got = golden.pick(&in_chunks(&model, &golden.prompt, chunk));
             let far = distance(&got, &golden.logits);

@@ -192,7 +192,11 @@ impl<'a> Reader<'a> {
         }
         let dtype = dtype(self.u32()?).map_err(|got| Error::Unsupported {
             what: "tensor type",
-            got: format!("{got} of `{name}` in {}", self.path.display()),
+            got: format!(
+                "{got}{} of `{name}` in {}",
+                unread_name(got).map_or(String::new(), |name| format!(" ({name})")),
+                self.path.display()
+            ),
             supported: "F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K to Q6_K".into(),
         })?;
         let offset = self.u64()?;
@@ -269,5 +273,31 @@ fn dtype(number: u32) -> std::result::Result<GgmlDType, u32> {
         14 => GgmlDType::Q6K,
         30 => GgmlDType::BF16,
         other => return Err(other),
+    })
+}
+
+/// What ggml calls a tensor type that [`dtype`] does not know.
+fn unread_name(number: u32) -> Option<&'static str> {
+    Some(match number {
+        9 => "Q8_1",
+        15 => "Q8_K",
+        16 => "IQ2_XXS",
+        17 => "IQ2_XS",
+        18 => "IQ3_XXS",
+        19 => "IQ1_S",
+        20 => "IQ4_NL",
+        21 => "IQ3_S",
+        22 => "IQ2_S",
+        23 => "IQ4_XS",
+        24 => "I8",
+        25 => "I16",
+        26 => "I32",
+        27 => "I64",
+        28 => "F64",
+        29 => "IQ1_M",
+        34 => "TQ1_0",
+        35 => "TQ2_0",
+        39 => "MXFP4",
+        _ => return None,
     })
 }

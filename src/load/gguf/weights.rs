@@ -40,13 +40,6 @@ impl GgufWeights {
         &self.file
     }
 
-    fn check(&self, name: &str, shape: &[usize]) -> Result<()> {
-        match self.file.tensor_shape(name) {
-            Some(got) => check_shape(name, &self.place(), shape, got),
-            None => Err(missing_tensor(name, self.place())),
-        }
-    }
-
     /// A matrix as it is stored, or dense: without blocks, or where a dtype is asked for.
     fn settle(&self, stored: QTensor) -> Result<LinearWeight> {
         let quantised = !matches!(
@@ -70,6 +63,17 @@ impl WeightSource for GgufWeights {
 
     fn contains(&self, name: &str) -> bool {
         self.file.tensor_shape(name).is_some()
+    }
+
+    fn names(&self) -> Vec<&str> {
+        self.file.tensor_names().collect()
+    }
+
+    fn check(&self, name: &str, shape: &[usize]) -> Result<()> {
+        match self.file.tensor_shape(name) {
+            Some(got) => check_shape(name, &self.place(), shape, got),
+            None => Err(missing_tensor(name, self.place())),
+        }
     }
 
     fn tensor(&self, name: &str, shape: &[usize], dtype: DType) -> Result<Tensor> {

@@ -3,10 +3,13 @@
 
 use super::super::names::WeightNames;
 use super::super::rope_spec::{LongRopeDivisors, RopePairs, RopeScaling};
-use super::super::spec::{Activation, Experts, FeedForward, ModelSpec, Norm, Presence, QkNormOver};
+use super::super::spec::{
+    Activation, Experts, FeedForward, LayerSpec, ModelSpec, Norm, Presence, QkNormOver,
+};
 use super::metadata::Gguf;
 use super::rope;
 use super::sizes::{self, Sizes};
+use super::unsupported;
 use crate::error::Result;
 
 type Family = fn(&Gguf<'_>) -> Result<ModelSpec>;
@@ -147,7 +150,6 @@ impl ModelSpec {
 fn llama(gguf: &Gguf<'_>) -> Result<ModelSpec> {
     let spec = decoder(gguf, rms(gguf)?, RopePairs::Neighbours)?;
     if gguf.size("expert_count")?.is_none() {
-        gguf.size("expert_used_count")?;
         return Ok(spec);
     }
     let inner = gguf.count("feed_forward_length")?;
@@ -191,6 +193,20 @@ fn phi3(gguf: &Gguf<'_>) -> Result<ModelSpec> {
     let window = gguf.size("attention.sliding_window")?;
     spec.set_windows(window, |_| true);
     if let Some(attention_factor) = gguf.factor("rope.scaling.attn_factor")? {
+        let plain = |layer: &LayerSpec| {
+            let rope = layer.attention.rope.as_ref();
+            rope.is_none_or(|rope| rope.scaling == RopeScaling::None)
+        };
+        if !spec.layers.iter().all(plain) {
+            return Err(unsupported(
+                "rope scaling",
+                format!(
+                    "rope.scaling.attn_factor beside another scaling in {}",
+                    gguf.place()
+                ),
+                "LongRoPE alone",
+            ));
+        }
         let scaling = RopeScaling::LongRope {
             divisors: LongRopeDivisors::Stored,
             original_context: gguf.count("rope.scaling.original_context_length")?,

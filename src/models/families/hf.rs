@@ -41,8 +41,8 @@ pub(super) const FAMILIES: &[(&str, &str, Family)] = &[
 
 /// The window of Qwen's configurations, which name one and then say whether it is used.
 fn qwen_window(json: &Json<'_>) -> Result<Option<usize>> {
-    let window = sliding_window(json, Some(4096))?;
-    Ok(window.filter(|_| json.flag("use_sliding_window").unwrap_or(false)))
+    let used = json.flag("use_sliding_window")?;
+    Ok(sliding_window(json, Some(4096))?.filter(|_| used))
 }
 
 /// Llama 1 to 3, Yi, SmolLM2 and whatever else ships as `LlamaForCausalLM`.
@@ -66,7 +66,7 @@ fn mixtral(json: &Json<'_>) -> Result<ModelSpec> {
         count: json.count("num_local_experts")?,
         used: json.count("num_experts_per_tok")?,
         inner: json.count("intermediate_size")?,
-        activation: Activation::Silu,
+        activation: activation(json, "hidden_act", Activation::Silu)?,
         bias: Presence::Never,
         renormalise: true,
         shared: None,
@@ -394,11 +394,7 @@ fn smollm3(json: &Json<'_>) -> Result<ModelSpec> {
     let window = sliding_window(json, None)?.filter(|_| used);
     // Files hold it; the class does not read it.
     json.get("max_window_layers");
-    if used {
-        windows(json, &mut spec, window, |layer| !has_rope[layer])?;
-    } else {
-        json.get("layer_types");
-    }
+    windows(json, &mut spec, window, |layer| !has_rope[layer])?;
     Ok(spec)
 }
 

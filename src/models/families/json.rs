@@ -70,7 +70,6 @@ const HF_WITHOUT_EFFECT: &[&str] = &[
     "prefix",
     "pretraining_tp",
     "problem_type",
-    "pruned_heads",
     "remove_invalid_values",
     "repetition_penalty",
     "resid_pdrop",

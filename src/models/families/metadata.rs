@@ -9,13 +9,16 @@ use super::wrong_type;
 use crate::error::{Error, Result};
 
 /// The metadata of a GGUF file. Writers differ in the width of their numbers, so any width
-/// is read. Fields are named without the architecture, but for `general.` and `tokenizer.`.
+/// is read. Fields are named without the architecture, but for those of [`SHARED`].
 pub(super) struct Gguf<'a> {
     meta: &'a HashMap<String, Value>,
     place: &'a str,
     architecture: &'a str,
     seen: RefCell<BTreeSet<String>>,
 }
+
+/// Beginnings of fields that all architectures have in common.
+const SHARED: &[&str] = &["general.", "split.", "tokenizer."];
 
 /// Fields of an architecture that do not change the logits.
 const GGUF_WITHOUT_EFFECT: &[&str] = &[
@@ -57,7 +60,7 @@ impl<'a> Gguf<'a> {
 
     /// The whole name of a field.
     fn whole(&self, field: &str) -> String {
-        if field.starts_with("general.") || field.starts_with("tokenizer.") {
+        if SHARED.iter().any(|start| field.starts_with(start)) {
             return field.to_string();
         }
         format!("{}.{field}", self.architecture)

@@ -48,16 +48,20 @@ pub fn spec_from_hf(config: &serde_json::Value, place: &str) -> Result<ModelSpec
             hf::FAMILIES.iter().map(|(model_type, ..)| *model_type),
         ));
     };
-    if json.get("quantization_config").is_some() {
+    if let Some(quantised) = json.object("quantization_config")? {
+        let method = quantised.optional_text("quant_method")?;
         return Err(unsupported(
             "checkpoint",
-            format!("quantization_config in {place}"),
+            format!(
+                "quantization_config {} in {place}",
+                method.unwrap_or("without quant_method")
+            ),
             "f32, f16 and bf16 tensors, or a GGUF file",
         ));
     }
     let spec = read(&json)?;
     json.finish()?;
-    settled(spec, family)
+    settled(spec, family, place)
 }
 
 /// The spec of a GGUF model from its metadata, by `general.architecture`. `place` names the
@@ -74,21 +78,41 @@ pub fn spec_from_gguf(meta: &HashMap<String, gguf_file::Value>, place: &str) -> 
             gguf::FAMILIES.iter().map(|(name, _)| *name),
         ));
     };
+    if let Some(count) = metadata.size("split.count")?.filter(|&count| count > 1) {
+        return Err(unsupported(
+            "checkpoint",
+            format!("{place}, one of {count} files (split.count)"),
+            "a single GGUF file; `llama-gguf-split --merge` joins them",
+        ));
+    }
     let spec = read(&metadata)?;
     metadata.finish()?;
-    settled(spec, family)
+    settled(spec, family, place)
 }
 
 /// The last touches of every family.
-fn settled(mut spec: ModelSpec, family: &'static str) -> Result<ModelSpec> {
+fn settled(mut spec: ModelSpec, family: &'static str, place: &str) -> Result<ModelSpec> {
     spec.family = family;
     for layer in &mut spec.layers {
         // A window that no sequence fills: the layer need not be in a group of its own.
         let window = &mut layer.attention.window;
         *window = window.filter(|&window| window < spec.context_length);
     }
-    spec.check()?;
-    Ok(spec)
+    match spec.check() {
+        Ok(()) => Ok(spec),
+        Err(Error::InvalidArgument {
+            op,
+            what,
+            expected,
+            got,
+        }) => Err(Error::InvalidArgument {
+            op,
+            what: format!("{what} in {place}"),
+            expected,
+            got,
+        }),
+        Err(other) => Err(other),
+    }
 }
 
 fn unknown_architecture<'a>(got: &str, supported: impl Iterator<Item = &'a str>) -> Error {

@@ -133,7 +133,7 @@ fn run<T: Element>(
 }
 
 /// Calls `f(0..n)`, each number once, on the current pool, in about that order.
-fn in_parallel(n: usize, f: impl Fn(usize) + Sync) {
+pub(super) fn in_parallel(n: usize, f: impl Fn(usize) + Sync) {
     let workers = rayon::current_num_threads().min(n);
     if workers <= 1 {
         return (0..n).for_each(f);

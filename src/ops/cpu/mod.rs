@@ -12,6 +12,7 @@ mod decode;
 mod disjoint;
 mod element;
 mod lanes;
+pub(super) mod linear;
 mod plan;
 mod prefill;
 mod products;
