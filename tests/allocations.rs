@@ -1,9 +1,18 @@
-//! c19: what a step allocates does not grow with the length of the context.
+//! c19: what a step allocates does not grow with the length of the context, nor what a loader
+//! allocates with the numbers in a file.
 //!
 //! A test binary of its own, because it counts every allocation of the process.
 #![allow(unsafe_code, clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+#[path = "models/checkpoint.rs"]
+#[allow(dead_code)]
+mod checkpoint;
 mod common;
+#[path = "allocations/damage.rs"]
+mod damage;
+#[path = "models/golden.rs"]
+#[allow(dead_code)]
+mod golden;
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::Mutex;
