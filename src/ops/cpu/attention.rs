@@ -15,6 +15,7 @@ use super::element::{self, Element, for_dtype};
 use super::plan::{Cut, Kernel, SeqPlan, Task};
 use super::prefill::matrix_task;
 use super::scores::{Running, base};
+use super::simd::Isa;
 use crate::error::Result;
 use crate::ops::check::MAX_DIM;
 use crate::ops::{AttentionOptions, PageTable};
@@ -76,10 +77,27 @@ pub(crate) fn attention(
     options: &AttentionOptions,
     state: bool,
 ) -> Result<CpuStorage> {
-    for_dtype!(element::dtype(k.0), run(q, k, v, table, options, state))
+    attention_on(Isa::best(), q, k, v, table, options, state)
+}
+
+/// As [`attention`], on an instruction set.
+pub(super) fn attention_on(
+    isa: Isa,
+    q: Operand<'_>,
+    k: Operand<'_>,
+    v: Operand<'_>,
+    table: &PageTable,
+    options: &AttentionOptions,
+    state: bool,
+) -> Result<CpuStorage> {
+    for_dtype!(
+        element::dtype(k.0),
+        run(isa, q, k, v, table, options, state)
+    )
 }
 
 fn run<T: Element>(
+    isa: Isa,
     (q, q_layout): Operand<'_>,
     (k, k_layout): Operand<'_>,
     (v, v_layout): Operand<'_>,
@@ -109,6 +127,7 @@ fn run<T: Element>(
         workspace.records.resize(needed, 0.0);
     }
     let call = Call {
+        isa,
         q: Queries::new(q, q_layout)?,
         k: element::slice::<T>(k)?,
         k_rows: Rows::of(k_layout)?,
@@ -154,6 +173,7 @@ pub(super) fn in_parallel(n: usize, f: impl Fn(usize) + Sync) {
 
 /// Everything the tasks of one call share.
 pub(super) struct Call<'a, T> {
+    pub isa: Isa,
     pub q: Queries<'a>,
     k: &'a [T],
     k_rows: Rows,

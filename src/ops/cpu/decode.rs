@@ -4,34 +4,36 @@
 //! once, for every query head of a group. Tokens go by in tiles of 16: products with K for all
 //! heads, one softmax step, then V.
 
-use super::ahead::{Ahead, TILE};
+use super::ahead::{Ahead, Rows, TILE};
 use super::attention::{Call, with_scratch};
 use super::cache::Context;
 use super::element::Element;
 use super::lanes::Lanes;
 use super::plan::SeqPlan;
-use super::products::{TOKENS, dots, weigh};
-use super::simd::{Simd, Task, dispatch};
+use super::products::{TOKENS, dots, from_load_order, to_load_order, weigh};
+use super::simd::{Simd, Task};
 
-/// Tokens of a product with V: few, so that the rows under way fit the first cache level.
-const VALUES: usize = 4;
+/// Bytes of V that a product with it goes through at once: the rows under way should fit the
+/// first cache level beside the queries and sums.
+const VALUES: usize = 16 << 10;
 
 /// Computes one chunk of one sequence, all rows and heads.
 pub(super) fn stream_task<T: Element>(call: &Call<'_, T>, plan: &SeqPlan, chunk: usize) {
     let lanes = call.heads * plan.rows.len();
-    let len = lanes * (call.k_dim + call.v_dim + TILE) + Lanes::memory(lanes);
+    let width = Lanes::width(lanes);
+    let len = lanes * (call.k_dim + call.v_dim) + width * TILE + Lanes::memory(lanes);
     with_scratch(len, |scratch| {
-        let (q, scratch) = scratch.split_at_mut(lanes * call.k_dim);
-        let (sums, scratch) = scratch.split_at_mut(lanes * call.v_dim);
-        let (scores, scratch) = scratch.split_at_mut(lanes * TILE);
-        dispatch(Stream {
+        let (scores, scratch) = scratch.split_at_mut(width * TILE);
+        let (running, scratch) = scratch.split_at_mut(Lanes::memory(lanes));
+        let (q, sums) = scratch.split_at_mut(lanes * call.k_dim);
+        call.isa.run(Stream {
             call,
             plan,
             chunk,
             q,
             sums,
             scores,
-            lanes: Lanes::new(scratch, plan.rows.len(), call.group),
+            lanes: Lanes::new(running, lanes, plan.rows.len(), call.group),
         });
     });
 }
@@ -40,30 +42,92 @@ struct Stream<'a, T> {
     call: &'a Call<'a, T>,
     plan: &'a SeqPlan,
     chunk: usize,
-    /// `[lanes, k_dim]`, scaled.
+    /// `[lanes, k_dim]`, scaled, in load order.
     q: &'a mut [f32],
-    /// Weighted sums of V so far, `[lanes, v_dim]`.
+    /// Weighted sums of V so far, `[lanes, v_dim]`, in load order.
     sums: &'a mut [f32],
-    /// `[TILE, lanes]`.
+    /// `[TILE, width]`.
     scores: &'a mut [f32],
     lanes: Lanes<'a>,
 }
 
 impl<T: Element> Stream<'_, T> {
-    fn start(&mut self) {
+    #[inline(always)]
+    fn start<S: Simd>(&mut self) {
         let scale = self.call.options.scale;
         for (lane, q) in self.q.chunks_exact_mut(self.call.k_dim).enumerate() {
             let (row, head) = self.lanes.row_head(lane);
             self.call.q.load(self.plan.rows.start + row, head, scale, q);
+            to_load_order::<S, T>(q);
         }
         self.sums.fill(0.0);
+        // What idle lanes hold is looked at by nobody, but may cost time.
+        self.scores.fill(0.0);
     }
 
-    fn emit(&self) {
-        for (lane, sums) in self.sums.chunks_exact(self.call.v_dim).enumerate() {
+    #[inline(always)]
+    fn emit<S: Simd>(&mut self) {
+        for (lane, sums) in self.sums.chunks_exact_mut(self.call.v_dim).enumerate() {
+            from_load_order::<S, T>(sums);
             let (row_head, running) = (self.lanes.row_head(lane), self.lanes.running(lane));
             self.call
                 .emit(self.plan, self.chunk, row_head, running, sums);
+        }
+    }
+
+    /// Scores of a tile, not yet capped or masked.
+    #[inline(always)]
+    fn multiply_keys<S: Simd>(&mut self, simd: S, n: usize, k: &Rows<T>, ahead: &mut Ahead<T>) {
+        let (dim, kv_heads) = (self.call.k_dim, self.call.kv_heads);
+        let per_head = self.lanes.len() / kv_heads;
+        let width = Lanes::width(self.lanes.len());
+        for token in (0..n).step_by(TOKENS) {
+            for head in 0..kv_heads {
+                let lane = head * per_head;
+                let rows = of_head::<T, TOKENS>(&k.start[token..], head, dim);
+                // SAFETY: every row of the context has `kv_heads * dim` elements.
+                unsafe {
+                    dots(
+                        simd,
+                        &self.q[lane * dim..][..per_head * dim],
+                        dim,
+                        rows,
+                        ahead,
+                        &mut self.scores[token * width + lane..],
+                        width,
+                    );
+                }
+            }
+        }
+    }
+
+    /// Adds a tile of V, weighted.
+    #[inline(always)]
+    fn multiply_values<S: Simd>(&mut self, simd: S, n: usize, v: &Rows<T>, ahead: &mut Ahead<T>) {
+        let (dim, kv_heads) = (self.call.v_dim, self.call.kv_heads);
+        let per_head = self.lanes.len() / kv_heads;
+        let width = Lanes::width(self.lanes.len());
+        let step = (VALUES / (v.len * size_of::<T>())).clamp(TILE / 4, TILE);
+        for token in (0..n).step_by(step) {
+            let group = &v.start[token..n.min(token + step)];
+            for head in 0..kv_heads {
+                let lane = head * per_head;
+                let rows = of_head::<T, TILE>(group, head, dim);
+                // SAFETY: every row of the context has `kv_heads * dim` elements.
+                unsafe {
+                    weigh(
+                        simd,
+                        &mut self.sums[lane * dim..][..per_head * dim],
+                        dim,
+                        &self.lanes.shrink[lane..],
+                        (&self.scores[token * width + lane..], width),
+                        &rows[..group.len()],
+                        ahead,
+                    );
+                }
+            }
+            // What was summed up before this tile has shrunk now.
+            self.lanes.shrink.fill(1.0);
         }
     }
 }
@@ -71,80 +135,43 @@ impl<T: Element> Stream<'_, T> {
 impl<T: Element> Task for Stream<'_, T> {
     #[inline(always)]
     fn run<S: Simd>(mut self, simd: S) {
-        self.start();
+        self.start::<S>();
         let (k, v) = self.call.context(self.plan);
         let keys = self.plan.chunk_keys(self.chunk);
-        let (k_dim, v_dim, kv_heads) = (self.call.k_dim, self.call.v_dim, self.call.kv_heads);
-        let lanes = self.lanes.len();
-        let per_head = lanes / kv_heads;
-        let mut tile = rows_of(&k, keys.start, keys.end);
-        let mut values = rows_of(&v, keys.start, keys.end);
+        let width = Lanes::width(self.lanes.len());
+        let (k_len, v_len) = (
+            self.call.kv_heads * self.call.k_dim,
+            self.call.kv_heads * self.call.v_dim,
+        );
+        let mut tile = rows_of(&k, k_len, keys.start, keys.end);
         for first in keys.clone().step_by(TILE) {
             let n = TILE.min(keys.end - first);
-            // Behind the last tile this is its last row again: asking for it costs nothing.
-            let next = (first + TILE).min(keys.end - 1);
-            let next_tile = rows_of(&k, next, keys.end);
-            let mut ahead = Ahead::new(&tile, &next_tile, kv_heads * k_dim);
-            for token in (0..n).step_by(TOKENS) {
-                for head in 0..kv_heads {
-                    let lane = head * per_head;
-                    let rows = of_head::<T, TOKENS>(&tile[token..], head, k_dim);
-                    // SAFETY: every row of the context has `kv_heads * k_dim` elements.
-                    unsafe {
-                        dots(
-                            simd,
-                            &self.q[lane * k_dim..][..per_head * k_dim],
-                            k_dim,
-                            rows,
-                            &mut ahead,
-                            &mut self.scores[token * lanes + lane..],
-                            lanes,
-                        );
-                    }
-                }
-            }
-            let scores = &mut self.scores[..n * lanes];
+            let values = rows_of(&v, v_len, first, keys.end);
+            let mut ahead = Ahead::new(&tile, &values);
+            self.multiply_keys(simd, n, &tile, &mut ahead);
+            let scores = &mut self.scores[..n * width];
             self.lanes
                 .finish_scores(scores, first, self.plan, self.call.options);
-            self.lanes.absorb(scores);
-            let next_values = rows_of(&v, next, keys.end);
-            let mut ahead = Ahead::new(&values, &next_values, kv_heads * v_dim);
-            for token in (0..n).step_by(VALUES) {
-                let group = &values[token..n.min(token + VALUES)];
-                for head in 0..kv_heads {
-                    let lane = head * per_head;
-                    let rows = of_head::<T, VALUES>(group, head, v_dim);
-                    // SAFETY: every row of the context has `kv_heads * v_dim` elements.
-                    unsafe {
-                        weigh(
-                            simd,
-                            &mut self.sums[lane * v_dim..][..per_head * v_dim],
-                            v_dim,
-                            &self.lanes.shrink[lane..],
-                            (&self.scores[token * lanes + lane..], lanes),
-                            &rows[..group.len()],
-                            &mut ahead,
-                        );
-                    }
-                }
-                // What was summed up before this tile has shrunk now.
-                self.lanes.shrink.fill(1.0);
-            }
-            (tile, values) = (next_tile, next_values);
+            self.lanes.absorb(simd, scores);
+            // Behind the last tile this is its last row again: asking for it costs nothing.
+            let next = (first + TILE).min(keys.end - 1);
+            tile = rows_of(&k, k_len, next, keys.end);
+            let mut ahead = Ahead::new(&values, &tile);
+            self.multiply_values(simd, n, &values, &mut ahead);
         }
-        self.emit();
+        self.emit::<S>();
     }
 }
 
 /// The rows of a tile from `first` on. Behind the end the last row stands in, so that the
 /// products need no special case; their scores are not looked at.
 #[inline(always)]
-fn rows_of<T>(context: &Context<'_, T>, first: usize, end: usize) -> [*const T; TILE] {
-    let mut rows = [context.row(first).as_ptr(); TILE];
-    for (i, row) in rows.iter_mut().enumerate().skip(1) {
+fn rows_of<T>(context: &Context<'_, T>, len: usize, first: usize, end: usize) -> Rows<T> {
+    let mut start = [context.row(first).as_ptr(); TILE];
+    for (i, row) in start.iter_mut().enumerate().skip(1) {
         *row = context.row((first + i).min(end - 1)).as_ptr();
     }
-    rows
+    Rows { start, len }
 }
 
 /// One head of `N` rows.

@@ -17,11 +17,19 @@ pub(crate) trait Element: Copy + Default + Send + Sync + 'static {
     /// `dst[i] = src[i]` rounded to nearest even; equal lengths.
     fn narrow(src: &[f32], dst: &mut [Self]);
     fn to_f32(self) -> f32;
+    /// Whether [`Self::load_pair`] gives even and odd elements.
+    const EVEN_ODD: bool;
     /// `S::LANES` elements from `src` on, widened in registers.
     ///
     /// # Safety
     /// `src` points at `S::LANES` readable elements.
     unsafe fn load<S: Simd>(simd: S, src: *const Self) -> S::V;
+    /// `2 * S::LANES` elements from `src` on, widened in registers: one half after the other,
+    /// or the even ones and the odd ones.
+    ///
+    /// # Safety
+    /// `src` points at `2 * S::LANES` readable elements.
+    unsafe fn load_pair<S: Simd>(simd: S, src: *const Self) -> [S::V; 2];
 }
 
 impl Element for f32 {
@@ -57,15 +65,23 @@ impl Element for f32 {
         self
     }
 
+    const EVEN_ODD: bool = false;
+
     #[inline(always)]
     unsafe fn load<S: Simd>(simd: S, src: *const Self) -> S::V {
         // SAFETY: the caller's promise.
         unsafe { simd.load_f32(src) }
     }
+
+    #[inline(always)]
+    unsafe fn load_pair<S: Simd>(simd: S, src: *const Self) -> [S::V; 2] {
+        // SAFETY: the caller's promise.
+        unsafe { [simd.load_f32(src), simd.load_f32(src.add(S::LANES))] }
+    }
 }
 
 macro_rules! half_element {
-    ($t:ident, $variant:ident, $load:ident) => {
+    ($t:ident, $variant:ident, $even_odd:literal, $load:ident, |$simd:ident, $src:ident| $pair:expr) => {
         impl Element for $t {
             fn slice(storage: &CpuStorage) -> Option<&[Self]> {
                 match storage {
@@ -98,17 +114,29 @@ macro_rules! half_element {
                 $t::to_f32(self)
             }
 
+            const EVEN_ODD: bool = $even_odd;
+
             #[inline(always)]
             unsafe fn load<S: Simd>(simd: S, src: *const Self) -> S::V {
                 // SAFETY: the caller's promise.
                 unsafe { simd.$load(src) }
             }
+
+            #[inline(always)]
+            unsafe fn load_pair<S: Simd>($simd: S, $src: *const Self) -> [S::V; 2] {
+                // SAFETY: the caller's promise.
+                unsafe { $pair }
+            }
         }
     };
 }
 
-half_element!(f16, F16, load_f16);
-half_element!(bf16, BF16, load_bf16);
+half_element!(f16, F16, false, load_f16, |simd, src| [
+    simd.load_f16(src),
+    simd.load_f16(src.add(S::LANES))
+]);
+half_element!(bf16, BF16, true, load_bf16, |simd, src| simd
+    .load_bf16_pair(src));
 
 /// A slice of a storage whose dtype the public function has checked.
 pub(super) fn slice<T: Element>(storage: &CpuStorage) -> Result<&[T]> {

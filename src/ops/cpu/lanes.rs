@@ -1,51 +1,57 @@
 //! The softmax of the streaming kernel, for all of its query vectors at once.
 //!
-//! Scores lie token by token, `[tokens, lanes]`, so that every step is a loop over lanes and
+//! Scores lie token by token, `[tokens, width]`, so that every step is a loop over lanes and
 //! nothing is reduced across a register.
 
 use super::plan::SeqPlan;
-use super::scores::{Running, base, exp, tanh, visible};
+use super::scores::{Running, exp_of, tanh, visible};
+use super::simd::{MAX_LANES, Simd};
 use crate::ops::AttentionOptions;
 
-/// A *lane* is a query vector: KV head, then row, then head within the group.
+/// A *lane* is a query vector: KV head, then row, then head within the group. Behind the last
+/// lane there are idle ones, up to whole registers; what is computed for them is finite or not,
+/// and never looked at.
 pub(super) struct Lanes<'a> {
-    /// Largest score so far, `[lanes]`.
+    /// Largest score so far, `[width]`.
     max: &'a mut [f32],
-    /// Sum of `e^(score − max)` so far, `[lanes]`.
+    /// Sum of `e^(score − max)` so far, `[width]`.
     sum: &'a mut [f32],
-    /// Factor by which what was accumulated before the last step shrinks, `[lanes]`.
+    /// Factor by which what was accumulated before the last step shrinks, `[width]`.
     pub shrink: &'a mut [f32],
-    /// Room for what the largest score of a step is subtracted from, `[lanes]`.
-    base: &'a mut [f32],
+    len: usize,
     rows: usize,
     group: usize,
 }
 
 impl<'a> Lanes<'a> {
-    /// Floats of memory that `lanes` lanes need.
-    pub(super) fn memory(lanes: usize) -> usize {
-        4 * lanes
+    /// `lanes`, and idle ones up to whole registers.
+    pub(super) fn width(lanes: usize) -> usize {
+        lanes.next_multiple_of(MAX_LANES)
     }
 
-    pub(super) fn new(memory: &'a mut [f32], rows: usize, group: usize) -> Self {
-        let lanes = memory.len() / 4;
-        let (max, memory) = memory.split_at_mut(lanes);
-        let (sum, memory) = memory.split_at_mut(lanes);
-        let (shrink, base) = memory.split_at_mut(lanes);
+    /// Floats of memory that `lanes` lanes need.
+    pub(super) fn memory(lanes: usize) -> usize {
+        3 * Self::width(lanes)
+    }
+
+    pub(super) fn new(memory: &'a mut [f32], len: usize, rows: usize, group: usize) -> Self {
+        let width = Self::width(len);
+        let (max, memory) = memory.split_at_mut(width);
+        let (sum, shrink) = memory.split_at_mut(width);
         max.fill(Running::EMPTY.max);
         sum.fill(Running::EMPTY.sum);
         Self {
             max,
             sum,
             shrink,
-            base,
+            len,
             rows,
             group,
         }
     }
 
     pub(super) fn len(&self) -> usize {
-        self.max.len()
+        self.len
     }
 
     /// Row (counted from the sequence's first) and query head of a lane.
@@ -80,8 +86,8 @@ impl<'a> Lanes<'a> {
                 *s = cap * tanh(*s * inverse);
             }
         }
-        let lanes = self.len();
-        let end = first + scores.len() / lanes;
+        let width = self.max.len();
+        let end = first + scores.len() / width;
         for row in 0..self.rows {
             let position = plan.position(row);
             let keys = visible(options.mask, position, plan.len);
@@ -89,8 +95,8 @@ impl<'a> Lanes<'a> {
             if all_visible && options.alibi_slopes.is_none() {
                 continue;
             }
-            for (token, scores) in (first..end).zip(scores.chunks_exact_mut(lanes)) {
-                let of_row = scores
+            for (token, scores) in (first..end).zip(scores.chunks_exact_mut(width)) {
+                let of_row = scores[..self.len]
                     .chunks_exact_mut(self.group)
                     .skip(row)
                     .step_by(self.rows);
@@ -110,29 +116,34 @@ impl<'a> Lanes<'a> {
 
     /// As [`Running::absorb`], for every lane.
     #[inline(always)]
-    pub(super) fn absorb(&mut self, scores: &mut [f32]) {
-        let lanes = self.len();
-        self.shrink.copy_from_slice(self.max);
-        for token in scores.chunks_exact(lanes) {
-            for (max, &s) in self.max.iter_mut().zip(token) {
-                *max = if s > *max { s } else { *max };
-            }
-        }
-        for (b, &max) in self.base.iter_mut().zip(&*self.max) {
-            *b = base(max);
-        }
-        for (shrink, &b) in self.shrink.iter_mut().zip(&*self.base) {
-            *shrink = exp(*shrink - b);
-        }
-        for (sum, &shrink) in self.sum.iter_mut().zip(&*self.shrink) {
-            *sum *= shrink;
-        }
-        for token in scores.chunks_exact_mut(lanes) {
-            for (s, &b) in token.iter_mut().zip(&*self.base) {
-                *s = exp(*s - b);
-            }
-            for (sum, &s) in self.sum.iter_mut().zip(&*token) {
-                *sum += s;
+    pub(super) fn absorb<S: Simd>(&mut self, simd: S, scores: &mut [f32]) {
+        let width = self.max.len();
+        let tokens = scores.len() / width;
+        assert!(self.sum.len() == width && self.shrink.len() == width);
+        const { assert!(MAX_LANES.is_multiple_of(S::LANES)) };
+        for lane in (0..width).step_by(S::LANES) {
+            // SAFETY: `width` is a multiple of LANES, so a register from `lane` on lies in each
+            // of the three slices and in the row of each token.
+            unsafe {
+                let old = simd.load_f32(self.max.as_ptr().add(lane));
+                let scores = scores.as_mut_ptr().add(lane);
+                let mut max = old;
+                for token in 0..tokens {
+                    max = simd.max(simd.load_f32(scores.add(token * width)), max);
+                }
+                simd.store(self.max.as_mut_ptr().add(lane), max);
+                // As `scores::base`.
+                let base = simd.unless_below(max, simd.splat(f32::MIN), max);
+                let shrink = exp_of(simd, simd.sub(old, base));
+                simd.store(self.shrink.as_mut_ptr().add(lane), shrink);
+                let mut sum = simd.mul(simd.load_f32(self.sum.as_ptr().add(lane)), shrink);
+                for token in 0..tokens {
+                    let score = scores.add(token * width);
+                    let weight = exp_of(simd, simd.sub(simd.load_f32(score), base));
+                    simd.store(score, weight);
+                    sum = simd.add(sum, weight);
+                }
+                simd.store(self.sum.as_mut_ptr().add(lane), sum);
             }
         }
     }

@@ -11,6 +11,8 @@ mod cache;
 mod decode;
 mod disjoint;
 mod element;
+#[cfg(test)]
+mod every_isa;
 mod lanes;
 pub(super) mod linear;
 mod plan;

@@ -14,7 +14,7 @@ use super::cache::Context;
 use super::element::Element;
 use super::plan::SeqPlan;
 use super::scores::{Running, finish_scores, visible};
-use super::simd::{Simd, Task, dispatch};
+use super::simd::{Simd, Task};
 
 /// Keys of a tile.
 const TILE: usize = 256;
@@ -110,7 +110,7 @@ impl<T: Element> Tile<'_, T> {
             pack(&k, first, n, self.head, self.k, call.k_dim);
             pack(&v, first, n, self.head, self.v, call.v_dim);
             self.multiply_keys(n);
-            dispatch(Softmax {
+            call.isa.run(Softmax {
                 tile: &mut self,
                 first,
                 n,

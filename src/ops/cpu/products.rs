@@ -7,13 +7,46 @@
 
 use super::ahead::{Ahead, LINE};
 use super::element::Element;
-use super::simd::Simd;
+use super::simd::{MAX_LANES, Simd};
 
 /// Tokens of a product with K.
 pub(super) const TOKENS: usize = 4;
 
 /// Query vectors of a register block, at most.
 const VECTORS: usize = 4;
+
+/// Puts the elements of a query in the order in which those of K are loaded: whole pairs of
+/// registers may hold even and odd elements.
+#[inline(always)]
+pub(super) fn to_load_order<S: Simd, T: Element>(vector: &mut [f32]) {
+    if !T::EVEN_ODD {
+        return;
+    }
+    for pair in vector.chunks_exact_mut(2 * S::LANES) {
+        let mut copy = [0.0; 2 * MAX_LANES];
+        copy[..2 * S::LANES].copy_from_slice(pair);
+        for i in 0..S::LANES {
+            pair[i] = copy[2 * i];
+            pair[S::LANES + i] = copy[2 * i + 1];
+        }
+    }
+}
+
+/// What [`to_load_order`] did, undone.
+#[inline(always)]
+pub(super) fn from_load_order<S: Simd, T: Element>(vector: &mut [f32]) {
+    if !T::EVEN_ODD {
+        return;
+    }
+    for pair in vector.chunks_exact_mut(2 * S::LANES) {
+        let mut copy = [0.0; 2 * MAX_LANES];
+        copy[..2 * S::LANES].copy_from_slice(pair);
+        for i in 0..S::LANES {
+            pair[2 * i] = copy[i];
+            pair[2 * i + 1] = copy[S::LANES + i];
+        }
+    }
+}
 
 /// Calls `$f::<S, T, H>` with as many query vectors as a register block takes, up to 4.
 macro_rules! blocks_of_vectors {
@@ -29,7 +62,7 @@ macro_rules! blocks_of_vectors {
     };
 }
 
-/// `out[j * stride + i] = q[i] · k[j]` for all query vectors `[n, dim]`.
+/// `out[j * stride + i] = q[i] · k[j]` for all query vectors `[n, dim]`, in load order.
 ///
 /// # Safety
 /// Each of `k` points at `dim` elements.
@@ -113,78 +146,55 @@ unsafe fn dot_tokens<S: Simd, T: Element, const H: usize, const N: usize>(
     out: *mut f32,
     stride: usize,
 ) {
-    let mut sums = [[simd.splat(0.0); VECTORS]; N];
-    let line = LINE / size_of::<T>();
+    let mut sums = [[simd.splat(0.0); VECTORS]; VECTORS];
+    let pair = 2 * S::LANES;
     // Every line of K once, spread over the blocks that read it.
-    let lines = N.div_ceil(blocks);
+    let lines = (N * pair * size_of::<T>()).div_ceil(LINE * blocks);
     let mut at = 0;
     // SAFETY: all elements below are before `dim`.
     unsafe {
-        while at + line <= dim {
+        while at + pair <= dim {
             ahead.fetch(simd, lines);
-            for part in 0..line / S::LANES {
-                let at = at + part * S::LANES;
-                dot_step::<S, T, H, N>(simd, q, dim, k, at, &mut sums);
+            let mut part = [[simd.splat(0.0); 2]; N];
+            for n in 0..N {
+                part[n] = T::load_pair(simd, k[n].add(at));
             }
-            at += line;
+            for half in 0..2 {
+                for h in 0..H {
+                    let q = simd.load_f32(q.add(h * dim + at + half * S::LANES));
+                    for n in 0..N {
+                        sums[n][h] = simd.mul_add(q, part[n][half], sums[n][h]);
+                    }
+                }
+            }
+            at += pair;
         }
-        while at + S::LANES <= dim {
-            dot_step::<S, T, H, N>(simd, q, dim, k, at, &mut sums);
+        if at + S::LANES <= dim {
+            ahead.fetch(simd, lines.div_ceil(2));
+            for n in 0..N {
+                let part = T::load(simd, k[n].add(at));
+                for h in 0..H {
+                    sums[n][h] = simd.mul_add(simd.load_f32(q.add(h * dim + at)), part, sums[n][h]);
+                }
+            }
             at += S::LANES;
         }
     }
-    let mut totals = [[0.0; VECTORS]; N];
-    for n in 0..N {
-        totals[n] = simd.sum4(sums[n]);
-    }
-    if at < dim {
-        for (n, totals) in totals.iter_mut().enumerate() {
-            for (h, total) in totals.iter_mut().enumerate().take(H) {
-                for at in at..dim {
-                    // SAFETY: `at < dim`.
-                    *total += unsafe { *q.add(h * dim + at) * (*k[n].add(at)).to_f32() };
-                }
+    let mut totals = simd.sum4x4(sums);
+    for (n, totals) in totals.iter_mut().enumerate().take(N) {
+        for (h, total) in totals.iter_mut().enumerate().take(H) {
+            for at in at..dim {
+                // SAFETY: `at < dim`.
+                *total += unsafe { *q.add(h * dim + at) * (*k[n].add(at)).to_f32() };
             }
-        }
-    }
-    for n in 0..N {
-        for h in 0..H {
             // SAFETY: the caller's promise.
-            unsafe { *out.add(n * stride + h) = totals[n][h] };
-        }
-    }
-}
-
-/// One register of dimensions.
-///
-/// # Safety
-/// That of [`dot_block`], for `N` tokens; `at + LANES <= dim`.
-#[inline(always)]
-unsafe fn dot_step<S: Simd, T: Element, const H: usize, const N: usize>(
-    simd: S,
-    q: *const f32,
-    dim: usize,
-    k: [*const T; N],
-    at: usize,
-    sums: &mut [[S::V; VECTORS]; N],
-) {
-    let mut part = [simd.splat(0.0); N];
-    // SAFETY: the caller's promise.
-    unsafe {
-        for n in 0..N {
-            part[n] = T::load(simd, k[n].add(at));
-        }
-        for h in 0..H {
-            let q_part = simd.load_f32(q.add(h * dim + at));
-            for n in 0..N {
-                sums[n][h] = simd.mul_add(q_part, part[n], sums[n][h]);
-            }
+            unsafe { *out.add(n * stride + h) = *total };
         }
     }
 }
 
 /// `sums[i] = sums[i] * shrink[i] + Σ_j weights[j * stride + i] * v[j]` for all query vectors;
-/// `sums` is `[n, dim]`.
+/// `sums` is `[n, dim]`, in load order.
 ///
 /// # Safety
 /// Each of `v` points at `dim` elements.
@@ -224,8 +234,8 @@ pub(super) unsafe fn weigh<S: Simd, T: Element>(
 }
 
 /// # Safety
-/// `sums` points at `H * dim` elements, `shrink` at `H`, `weights` at rows of `H` that are
-/// `stride` apart, one for each of `v`, and each of `v` at `dim` elements.
+/// That of [`weigh`]; `sums` points at `H * dim` elements, `shrink` at `H`, and `weights` at rows
+/// of `H` that are `stride` apart, one for each row of `v`.
 #[inline(always)]
 unsafe fn weigh_block<S: Simd, T: Element, const H: usize>(
     simd: S,
@@ -266,8 +276,8 @@ unsafe fn weigh_block<S: Simd, T: Element, const H: usize>(
             for h in 0..H {
                 for x in at..dim {
                     let mut sum = *sums.add(h * dim + x) * *shrink.add(h);
-                    for (j, v) in v.iter().enumerate() {
-                        sum += *weights.add(j * stride + h) * (*v.add(x)).to_f32();
+                    for (j, row) in v.iter().enumerate() {
+                        sum += *weights.add(j * stride + h) * (*row.add(x)).to_f32();
                     }
                     *sums.add(h * dim + x) = sum;
                 }
@@ -276,7 +286,7 @@ unsafe fn weigh_block<S: Simd, T: Element, const H: usize>(
     }
 }
 
-/// `C` registers of columns from `at` on, for `H` query vectors.
+/// `C` registers of columns from `at` on, for `H` query vectors: pairs of them, or one.
 ///
 /// # Safety
 /// That of [`weigh_block`]; the columns lie below `dim`.
@@ -301,14 +311,18 @@ unsafe fn weigh_columns<S: Simd, T: Element, const H: usize, const C: usize>(
             acc[h][c] = simd.mul(old, factor);
         }
     }
-    for j in 0..v.len() {
+    for &row in v {
         // SAFETY: the caller's promise.
         unsafe {
             ahead.fetch(simd, lines);
-            let row = v.get_unchecked(j).add(at);
+            let row = row.add(at);
             let mut part = [simd.splat(0.0); C];
-            for c in 0..C {
-                part[c] = T::load(simd, row.add(c * S::LANES));
+            if C == 1 {
+                part[0] = T::load(simd, row);
+            }
+            for c in (1..C).step_by(2) {
+                let pair = T::load_pair(simd, row.add((c - 1) * S::LANES));
+                (part[c - 1], part[c]) = (pair[0], pair[1]);
             }
             for h in 0..H {
                 let weight = simd.splat(*weights.add(h));
@@ -331,12 +345,11 @@ unsafe fn weigh_columns<S: Simd, T: Element, const H: usize, const C: usize>(
 mod tests {
     use half::{bf16, f16};
 
-    use super::super::ahead::TILE;
-    use super::super::simd::{Task, dispatch_to_each};
+    use super::super::ahead::{Rows, TILE};
+    use super::super::simd::{Isa, Task};
     use super::*;
 
     /// Both products of `n` query vectors of `dim` elements with tokens of type `T`.
-    #[derive(Clone)]
     struct Products<T> {
         n: usize,
         dim: usize,
@@ -368,10 +381,16 @@ mod tests {
 
             let mut out = vec![f32::NAN; TOKENS * stride];
             let pointers: Vec<*const T> = rows.iter().map(|row| row.as_ptr()).collect();
-            let mut ahead = Ahead::new(&[pointers[0]; TILE], &[pointers[1]; TILE], dim);
+            let tile = |row| Rows {
+                start: [pointers[row]; TILE],
+                len: dim,
+            };
+            let mut ahead = Ahead::new(&tile(0), &tile(1));
             let four = [pointers[0], pointers[1], pointers[2], pointers[3]];
+            let mut loaded = q.clone();
+            loaded.chunks_exact_mut(dim).for_each(to_load_order::<S, T>);
             // SAFETY: every row holds `dim` elements.
-            unsafe { dots(simd, &q, dim, four, &mut ahead, &mut out, stride) };
+            unsafe { dots(simd, &loaded, dim, four, &mut ahead, &mut out, stride) };
             for j in 0..TOKENS {
                 for i in 0..n {
                     let want = (0..dim)
@@ -385,6 +404,7 @@ mod tests {
             let (shrink, weights) = (ramp(n, 3), ramp(5 * stride, 11));
             let old = ramp(n * dim, 13);
             let mut sums = old.clone();
+            sums.chunks_exact_mut(dim).for_each(to_load_order::<S, T>);
             // SAFETY: every row holds `dim` elements.
             unsafe {
                 weigh(
@@ -397,6 +417,7 @@ mod tests {
                     &mut ahead,
                 );
             }
+            sums.chunks_exact_mut(dim).for_each(from_load_order::<S, T>);
             for i in 0..n {
                 for x in 0..dim {
                     let kept = f64::from(old[i * dim + x]) * f64::from(shrink[i]);
@@ -409,25 +430,19 @@ mod tests {
         }
     }
 
+    fn products_of<T: Element>(n: usize, dim: usize, from_f32: fn(f32) -> T) {
+        for isa in Isa::all() {
+            isa.run(Products { n, dim, from_f32 });
+        }
+    }
+
     #[test]
     fn products_on_every_instruction_set() {
         for n in [1, 3, 4, 7] {
             for dim in [8, 24, 40, 64, 80, 120, 128] {
-                dispatch_to_each(Products::<f32> {
-                    n,
-                    dim,
-                    from_f32: |x| x,
-                });
-                dispatch_to_each(Products {
-                    n,
-                    dim,
-                    from_f32: f16::from_f32,
-                });
-                dispatch_to_each(Products {
-                    n,
-                    dim,
-                    from_f32: bf16::from_f32,
-                });
+                products_of::<f32>(n, dim, |x| x);
+                products_of(n, dim, f16::from_f32);
+                products_of(n, dim, bf16::from_f32);
             }
         }
     }

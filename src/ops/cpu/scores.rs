@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use super::simd::Simd;
+use super::simd::{MAX_LANES, Simd};
 use crate::ops::{AttentionOptions, Mask};
 
 /// Keys that a query at `position` sees of a context of `len` tokens.
@@ -64,11 +64,9 @@ impl Running {
         let max = largest(simd, scores).max(self.max);
         let base = base(max);
         let shrink = exp(self.max - base);
-        for s in scores.iter_mut() {
-            *s = exp(*s - base);
-        }
+        let sum = to_weights(simd, scores, base);
         self.max = max;
-        self.sum = self.sum * shrink + total(simd, scores);
+        self.sum = self.sum * shrink + sum;
         shrink
     }
 }
@@ -99,18 +97,32 @@ fn largest<S: Simd>(simd: S, values: &[f32]) -> f32 {
     max
 }
 
+/// `s = e^(s − base)` for all scores; their sum.
 #[inline(always)]
-fn total<S: Simd>(simd: S, values: &[f32]) -> f32 {
-    let mut lanes = simd.splat(0.0);
-    let mut chunks = values.chunks_exact(S::LANES);
+fn to_weights<S: Simd>(simd: S, scores: &mut [f32], base: f32) -> f32 {
+    let base = simd.splat(base);
+    let mut sums = simd.splat(0.0);
+    let mut chunks = scores.chunks_exact_mut(S::LANES);
     for chunk in &mut chunks {
         // SAFETY: the chunk has LANES elements.
-        lanes = simd.add(unsafe { simd.load_f32(chunk.as_ptr()) }, lanes);
+        unsafe {
+            let score = simd.load_f32(chunk.as_ptr());
+            let weight = exp_of(simd, simd.sub(score, base));
+            simd.store(chunk.as_mut_ptr(), weight);
+            sums = simd.add(weight, sums);
+        }
     }
-    to_array(simd, lanes)[..S::LANES]
-        .iter()
-        .chain(chunks.remainder())
-        .sum()
+    let rest = chunks.into_remainder();
+    if !rest.is_empty() {
+        let mut last = [f32::NEG_INFINITY; MAX_LANES];
+        last[..rest.len()].copy_from_slice(rest);
+        // SAFETY: LANES elements, by the assertion in `to_array`.
+        let score = unsafe { simd.load_f32(last.as_ptr()) };
+        let weight = exp_of(simd, simd.sub(score, base));
+        rest.copy_from_slice(&to_array(simd, weight)[..rest.len()]);
+        sums = simd.add(weight, sums);
+    }
+    to_array(simd, sums)[..S::LANES].iter().sum()
 }
 
 /// The lanes of a register, and zeros.
@@ -123,20 +135,44 @@ fn to_array<S: Simd>(simd: S, register: S::V) -> [f32; MAX_LANES] {
     array
 }
 
-const MAX_LANES: usize = 16;
+/// Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits.
+const ROUND: f32 = 12_582_912.0;
+/// ln 2 in two parts; the first has 10 bits, so that n times it is exact.
+const LN2_HIGH: f32 = 0.693_359_4;
+const LN2_LOW: f32 = -2.121_944_4e-4;
+/// Below it `e^x` is no normal number.
+const LEAST: f32 = -87.336_54;
 
 /// `e^x` for `x ≤ 0` within 2 ulp; 0 below the normal numbers; NaN stays NaN.
 ///
 /// `x = n ln 2 + r` with `|r| ≤ ln 2 / 2` and a Taylor polynomial of degree 7 in `r`, whose
 /// remainder is below 1e-8. Branch-free.
 #[inline(always)]
-pub(super) fn exp(x: f32) -> f32 {
-    // Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits.
-    const ROUND: f32 = 12_582_912.0;
-    // ln 2 in two parts; the first has 10 bits, so that n times it is exact.
-    const LN2_HIGH: f32 = 0.693_359_4;
-    const LN2_LOW: f32 = -2.121_944_4e-4;
-    const LEAST: f32 = -87.336_54;
+pub(super) fn exp_of<S: Simd>(simd: S, x: S::V) -> S::V {
+    let shifted = simd.mul_add(x, simd.splat(std::f32::consts::LOG2_E), simd.splat(ROUND));
+    let n = simd.sub(shifted, simd.splat(ROUND));
+    let r = simd.mul_add(n, simd.splat(-LN2_HIGH), x);
+    let r = simd.mul_add(n, simd.splat(-LN2_LOW), r);
+    let mut p = simd.splat(1.0 / 5040.0);
+    for c in [
+        1.0 / 720.0,
+        1.0 / 120.0,
+        1.0 / 24.0,
+        1.0 / 6.0,
+        0.5,
+        1.0,
+        1.0,
+    ] {
+        p = simd.mul_add(p, r, simd.splat(c));
+    }
+    // A product, not an addition to the exponent: NaN must survive.
+    let y = simd.mul(p, simd.pow2(shifted));
+    simd.unless_below(x, simd.splat(LEAST), y)
+}
+
+/// As [`exp_of`], of one number.
+#[inline(always)]
+fn exp(x: f32) -> f32 {
     let shifted = x * std::f32::consts::LOG2_E + ROUND;
     let n = shifted - ROUND;
     let r = (x - n * LN2_HIGH) - n * LN2_LOW;
@@ -172,11 +208,10 @@ pub(super) fn tanh(x: f32) -> f32 {
 
 #[cfg(test)]
 mod tests {
-    use super::super::simd::{Plain, Task, dispatch_to_each};
+    use super::super::simd::{Isa, Plain, Task};
     use super::*;
 
-    #[test]
-    fn exp_is_within_two_ulp_and_keeps_the_special_values() {
+    fn assert_exp(exp: impl Fn(f32) -> f32) {
         let mut x = -87.0f32;
         while x <= 0.0 {
             let want = f64::from(x).exp();
@@ -189,6 +224,20 @@ mod tests {
         assert_eq!(exp(f32::NEG_INFINITY), 0.0);
         assert!(exp(f32::NAN).is_nan());
         assert!(exp(f32::from_bits(0xffff_ffff)).is_nan());
+    }
+
+    struct Exp;
+
+    impl Task for Exp {
+        fn run<S: Simd>(self, simd: S) {
+            assert_exp(|x| to_array(simd, exp_of(simd, simd.splat(x)))[S::LANES - 1]);
+        }
+    }
+
+    #[test]
+    fn exp_is_within_two_ulp_and_keeps_the_special_values() {
+        assert_exp(exp);
+        Isa::all().into_iter().for_each(|isa| isa.run(Exp));
     }
 
     #[test]
@@ -207,7 +256,6 @@ mod tests {
     }
 
     /// A row in parts has the sum of the whole.
-    #[derive(Clone)]
     struct Parts;
 
     impl Task for Parts {
@@ -229,7 +277,7 @@ mod tests {
 
     #[test]
     fn a_row_absorbed_in_parts_has_the_sum_of_the_whole() {
-        dispatch_to_each(Parts);
+        Isa::all().into_iter().for_each(|isa| isa.run(Parts));
     }
 
     #[test]
