@@ -82,6 +82,38 @@ impl Ours {
         Ok(time)
     }
 
+    /// From unknown prompts, `common` and one of `own` each, to `new` greedy tokens of each. The
+    /// common part is computed once, the others together.
+    pub fn share(&self, common: &[u32], own: &[Vec<u32>], new: usize) -> Result<Duration> {
+        let start = Instant::now();
+        let trunk = self.cache.add(common, AddOptions::default().unindexed())?;
+        self.step(&[Feed::new(trunk.id, common).with_logits(Logits::None)])?;
+        let mut ids = vec![trunk.id];
+        for _ in 1..own.len() {
+            ids.push(self.cache.fork(trunk.id)?);
+        }
+        let feeds: Vec<_> = ids
+            .iter()
+            .zip(own)
+            .map(|(&id, own)| Feed::new(id, own))
+            .collect();
+        let next = argmax(&self.step(&feeds)?)?;
+        let sequences: Vec<_> = ids
+            .iter()
+            .zip(own)
+            .zip(next)
+            .map(|((&id, own), next)| Sequence {
+                id,
+                len: common.len() + own.len(),
+                next,
+            })
+            .collect();
+        self.decode(&sequences.iter().collect::<Vec<_>>(), new - 1)?;
+        let time = start.elapsed();
+        sequences.into_iter().try_for_each(|one| self.remove(one))?;
+        Ok(time)
+    }
+
     /// Greedy tokens of all sequences, one step for all; then rewinds them, untimed.
     pub fn decode(&self, sequences: &[&Sequence], steps: usize) -> Result<Decoded> {
         let mut next: Vec<u32> = sequences.iter().map(|s| s.next).collect();
