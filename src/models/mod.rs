@@ -9,13 +9,11 @@
 mod decoder;
 mod experts;
 mod families;
-mod gated;
 mod layers;
 mod linear;
 mod names;
 mod rope;
 mod rope_spec;
-mod rowwise;
 mod spec;
 mod weights;
 

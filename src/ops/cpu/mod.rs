@@ -11,8 +11,10 @@ mod cache;
 mod decode;
 mod disjoint;
 mod element;
+mod gate;
 mod lanes;
 pub(super) mod linear;
+mod norm;
 mod plan;
 mod prefill;
 mod products;
@@ -21,4 +23,7 @@ mod scores;
 mod simd;
 
 pub(super) use attention::attention;
+pub(super) use element::Element;
+pub(super) use gate::gate_row;
+pub(super) use norm::rms_norm_row;
 pub(super) use rows::{copy_blocks, gather, write_rows};

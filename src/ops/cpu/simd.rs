@@ -11,7 +11,7 @@
 use half::{bf16, f16};
 
 /// An instruction set. A value of an implementing type proves that the machine has it.
-pub(super) trait Simd: Copy + 'static {
+pub(crate) trait Simd: Copy + 'static {
     /// A register of f32.
     type V: Copy;
     /// f32 in a register.
