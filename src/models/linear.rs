@@ -132,6 +132,17 @@ fn by_kind<'a>(parts: &[&'a LinearWeight]) -> (Vec<&'a Tensor>, Vec<&'a Arc<QTen
 /// Brings a weight to its final form: dense tensors to `dtype` and `device`, and what
 /// candle's quantised product does not take to dense ones.
 pub(super) fn settle(weight: LinearWeight, dtype: DType, device: &Device) -> Result<LinearWeight> {
+    match *weight.dims() {
+        [_, inp] if inp > 0 => {}
+        ref got => {
+            return Err(Error::Shape {
+                op: OP,
+                tensor: "weight".into(),
+                expected: "[out, in]".into(),
+                got: got.to_vec(),
+            });
+        }
+    }
     Ok(match weight {
         LinearWeight::Dense(weight) => {
             LinearWeight::Dense(weight.to_device(device)?.to_dtype(dtype)?)

@@ -71,9 +71,9 @@ pub(super) fn round(x: &[f32], room: Room<'_>) {
     dispatch(Round { x, room });
 }
 
-struct Round<'a> {
-    x: &'a [f32],
-    room: Room<'a>,
+pub(super) struct Round<'a> {
+    pub(super) x: &'a [f32],
+    pub(super) room: Room<'a>,
 }
 
 impl Task for Round<'_> {

@@ -11,6 +11,8 @@ mod aligned;
 mod blocks;
 mod dense;
 mod registers;
+#[cfg(test)]
+mod tests;
 
 use std::cell::Cell;
 use std::mem::MaybeUninit;

@@ -48,6 +48,21 @@ pub(super) fn dispatch<T: ByteTask>(task: T) {
     task.run(simd::Plain);
 }
 
+/// Runs a task on every instruction set that the machine has.
+#[cfg(test)]
+pub(super) fn dispatch_to_each<T: ByteTask + Clone>(task: T) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        if let Some(simd) = x86::Vnni::detect() {
+            simd.run(task.clone());
+        }
+        if let Some(simd) = x86::Bytes2::detect() {
+            simd.run(task.clone());
+        }
+    }
+    task.run(simd::Plain);
+}
+
 const LANES: usize = simd::Plain::LANES;
 
 impl ByteSimd for simd::Plain {
