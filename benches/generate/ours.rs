@@ -17,14 +17,14 @@ const CAPACITY: usize = 8192;
 
 pub struct Ours {
     pub pretrained: Pretrained,
-    cache: PagedKvCache,
+    pub cache: PagedKvCache,
 }
 
 /// A prompt whose K/V are in the cache, and the token that follows it.
 pub struct Sequence {
-    id: SequenceId,
-    len: usize,
-    next: u32,
+    pub id: SequenceId,
+    pub len: usize,
+    pub next: u32,
 }
 
 /// What a timed decode took and gave, tokens per sequence.
@@ -41,7 +41,8 @@ impl Ours {
         Ok(Self { pretrained, cache })
     }
 
-    fn step(&self, feeds: &[Feed<'_>]) -> Result<Tensor> {
+    /// One step, committed; its logits.
+    pub fn step(&self, feeds: &[Feed<'_>]) -> Result<Tensor> {
         let plan = self.cache.plan(feeds)?;
         let logits = self.pretrained.model.forward(plan.tokens(), &plan)?;
         plan.commit()?;
@@ -107,6 +108,6 @@ impl Ours {
     }
 }
 
-fn argmax(logits: &Tensor) -> Result<Vec<u32>> {
+pub fn argmax(logits: &Tensor) -> Result<Vec<u32>> {
     Ok(logits.argmax(1)?.to_vec1()?)
 }

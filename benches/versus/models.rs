@@ -2,13 +2,14 @@
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::DType;
+use candle_paged_attn::cache::{AddOptions, Feed, Logits};
 use candle_paged_attn::load::LoadOptions;
 
-use crate::ours::{Ours, Sequence};
+use crate::ours::{Ours, Sequence, argmax};
 use crate::requantize::requantize;
 use crate::setup;
 use crate::stock::Stock;
@@ -22,6 +23,10 @@ const NEW: usize = 128;
 /// Steps timed per round at batch 1.
 const STEPS: usize = 32;
 const PREFILL: usize = 512;
+/// Requests with one system prompt: tokens of it, of each request's own, and new ones.
+const SHARED: usize = 512;
+const OWN: usize = 32;
+const SHARED_NEW: usize = 64;
 
 /// Names the binary of llama.cpp's batched bench.
 const LLAMA: &str = "LLAMA_BATCHED_BENCH";
@@ -67,6 +72,7 @@ struct Names {
     batch: String,
     alone: String,
     prefill: String,
+    shared: String,
     weights: &'static str,
 }
 
@@ -77,12 +83,21 @@ impl Names {
             batch: format!("{weights}, decode of 16 at 128..256 / llama.cpp"),
             alone: format!("{weights}, decode of 1 at 128 / llama.cpp"),
             prefill: format!("{weights}, prefill of 512 / llama.cpp"),
+            shared: format!("{weights}, 16 x (512 shared + 32 + 64) / llama.cpp"),
             weights,
         }
     }
 
     fn all(&self) -> impl Iterator<Item = &str> {
-        [&self.stock, &self.batch, &self.alone, &self.prefill]
+        let Self {
+            stock,
+            batch,
+            alone,
+            prefill,
+            shared,
+            ..
+        } = self;
+        [stock, batch, alone, prefill, shared]
             .into_iter()
             .map(String::as_str)
     }
@@ -159,11 +174,56 @@ fn rows(
         let goal = goals(Some(1.8), None, Some(1.15));
         report.ratio(&names.prefill, goal, &times, 1, 1.0);
     }
+    if names.weights == "Q4_1" && report.wants(&names.shared) {
+        let common = crate::prompt::tokens(&ours.pretrained, SHARED, 0)?;
+        let own: Vec<_> = prompts
+            .iter()
+            .map(|prompt| prompt[..OWN].to_vec())
+            .collect();
+        let mut turns: [Contender<'_>; 2] = [
+            Box::new(|| share(&ours, &common, &own, SHARED_NEW)),
+            llama.share(SHARED, OWN, SHARED_NEW, REQUESTS),
+        ];
+        let times = take_turns(rounds, &mut turns)?;
+        report.ratio(&names.shared, 2.0, &times, 1, 1.0);
+    }
     Ok(())
 }
 
 fn start(ours: &Ours, prompts: &[Vec<u32>]) -> Result<Vec<Sequence>> {
     prompts.iter().map(|prompt| ours.start(prompt)).collect()
+}
+
+/// From unknown prompts, `common` and one of `own` each, to `new` greedy tokens of each. The
+/// common part is computed once, the others together.
+fn share(ours: &Ours, common: &[u32], own: &[Vec<u32>], new: usize) -> Result<Duration> {
+    let start = Instant::now();
+    let trunk = ours.cache.add(common, AddOptions::default().unindexed())?;
+    ours.step(&[Feed::new(trunk.id, common).with_logits(Logits::None)])?;
+    let mut ids = vec![trunk.id];
+    for _ in 1..own.len() {
+        ids.push(ours.cache.fork(trunk.id)?);
+    }
+    let feeds: Vec<_> = ids
+        .iter()
+        .zip(own)
+        .map(|(&id, own)| Feed::new(id, own))
+        .collect();
+    let next = argmax(&ours.step(&feeds)?)?;
+    let sequences: Vec<_> = ids
+        .iter()
+        .zip(own)
+        .zip(next)
+        .map(|((&id, own), next)| Sequence {
+            id,
+            len: common.len() + own.len(),
+            next,
+        })
+        .collect();
+    ours.decode(&sequences.iter().collect::<Vec<_>>(), new - 1)?;
+    let time = start.elapsed();
+    sequences.into_iter().try_for_each(|one| ours.remove(one))?;
+    Ok(time)
 }
 
 /// llama.cpp's batched bench: one run of it is one measurement, by its own clock.
@@ -175,14 +235,30 @@ struct Llama<'a> {
 
 impl<'a> Llama<'a> {
     fn decode(&'a self, prompt: usize, new: usize, sequences: usize) -> Contender<'a> {
-        Box::new(move || self.run(prompt, new, sequences, "t_tg"))
+        Box::new(move || self.run(prompt, new, sequences, "t_tg", &[]))
     }
 
     fn prefill(&'a self, prompt: usize) -> Contender<'a> {
-        Box::new(move || self.run(prompt, 1, 1, "t_pp"))
+        Box::new(move || self.run(prompt, 1, 1, "t_pp", &[]))
     }
 
-    fn run(&self, prompt: usize, new: usize, sequences: usize, field: &str) -> Result<Duration> {
+    /// The bench knows prompts that are shared as a whole. What each request has of its own is
+    /// another run of it, without the shared part before it: a little less work than ours.
+    fn share(&'a self, shared: usize, own: usize, new: usize, sequences: usize) -> Contender<'a> {
+        Box::new(move || {
+            Ok(self.run(shared, new, sequences, "t", &["-pps"])?
+                + self.run(own, 1, sequences, "t_pp", &[])?)
+        })
+    }
+
+    fn run(
+        &self,
+        prompt: usize,
+        new: usize,
+        sequences: usize,
+        field: &str,
+        more: &[&str],
+    ) -> Result<Duration> {
         let number = |n: usize| n.to_string();
         let output = Command::new(self.binary)
             .arg("-m")
@@ -192,6 +268,7 @@ impl<'a> Llama<'a> {
             .args(["-npl", &number(sequences)])
             .args(["-t", &number(self.threads), "-tb", &number(self.threads)])
             .args(["--output-format", "jsonl"])
+            .args(more)
             .output()
             .with_context(|| self.binary.display().to_string())?;
         ensure!(

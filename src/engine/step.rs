@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use candle_core::Tensor;
+use candle_core::{DType, Device, Storage, Tensor};
 
 use super::engine::Engine;
 use super::output::{FinishReason, Output};
@@ -95,11 +95,12 @@ impl<M: CausalLm + ?Sized> Engine<M> {
         let span = tracing::debug_span!("step", sequences = chunks.len(), rows = plan.num_rows());
         let _inside = span.enter();
         let start = Instant::now();
-        let host = {
+        let logits = {
             let _inside = tracing::debug_span!("forward").entered();
             let logits = self.model.forward(plan.tokens(), &plan)?;
-            // The copy waits for the device.
-            self.to_host(&logits, plan.logit_rows().len())?
+            self.check_logits(&logits, plan.logit_rows().len())?;
+            // The copy waits for the device. On a CPU it is none.
+            logits.to_device(&Device::Cpu)?.contiguous()?
         };
         self.scheduler
             .costs
@@ -128,6 +129,16 @@ impl<M: CausalLm + ?Sized> Engine<M> {
         }
         self.metrics.step(chunks);
         let vocab = self.limits.vocab;
+        let (storage, layout) = logits.storage_and_layout();
+        let host = match (&*storage, layout.contiguous_offsets()) {
+            (Storage::Cpu(data), Some((start, end))) => &data.as_slice::<f32>()?[start..end],
+            _ => {
+                return Err(Error::Invariant {
+                    op: "engine",
+                    what: "logits on the host are not".into(),
+                });
+            }
+        };
         for brought in brought {
             let rows = &host[brought.first * vocab..(brought.first + brought.rows) * vocab];
             self.take_rows(&brought, rows)?;
@@ -138,8 +149,7 @@ impl<M: CausalLm + ?Sized> Engine<M> {
         Ok(())
     }
 
-    /// The one copy of a step's logits, row after row.
-    fn to_host(&self, logits: &Tensor, rows: usize) -> Result<Vec<f32>> {
+    fn check_logits(&self, logits: &Tensor, rows: usize) -> Result<()> {
         let expected = [rows, self.limits.vocab];
         if logits.dims() != expected {
             return Err(Error::Shape {
@@ -149,7 +159,15 @@ impl<M: CausalLm + ?Sized> Engine<M> {
                 got: logits.dims().to_vec(),
             });
         }
-        Ok(logits.flatten_all()?.to_vec1()?)
+        if logits.dtype() != DType::F32 {
+            return Err(Error::Dtype {
+                op: "engine",
+                tensor: "logits",
+                expected: "F32".into(),
+                got: logits.dtype(),
+            });
+        }
+        Ok(())
     }
 
     /// Uses the logits of one sequence.

@@ -3,7 +3,6 @@
 use candle_core::{DType, Device, Tensor};
 
 use super::experts::ExpertsLayer;
-use super::gated::gated;
 use super::inventory;
 use super::linear::{Linear, Part, Projections};
 use super::names::WeightNames;
@@ -13,7 +12,7 @@ use super::weights::{LinearWeight, WeightSource};
 use crate::PagedAttention;
 use crate::cache::StepPlan;
 use crate::error::{Error, Result};
-use crate::ops::AttentionOptions;
+use crate::ops::{self, AttentionOptions, Gate};
 
 /// The checkpoint, and what its weights become.
 pub(super) struct Loader<'a> {
@@ -184,18 +183,16 @@ impl NormLayer {
         })
     }
 
-    /// x `[rows, width]` to the same, of x's dtype, by way of f32: candle's own 16-bit norm
-    /// rounds the root of the mean square as well.
+    /// x `[rows, width]` to the same, of x's dtype; the arithmetic is in f32.
     pub(super) fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let x32 = || x.to_dtype(DType::F32)?.contiguous();
-        let y = match self {
-            Self::None => return Ok(x.clone()),
-            Self::Rms { eps, weight } => candle_nn::ops::rms_norm(&x32()?, weight, *eps as f32)?,
+        Ok(match self {
+            Self::None => x.clone(),
+            Self::Rms { eps, weight } => ops::rms_norm(x, weight, *eps as f32)?,
             Self::Layer { eps, weight, bias } => {
-                candle_nn::ops::layer_norm(&x32()?, weight, bias, *eps as f32)?
+                let x32 = x.to_dtype(DType::F32)?.contiguous()?;
+                candle_nn::ops::layer_norm(&x32, weight, bias, *eps as f32)?.to_dtype(x.dtype())?
             }
-        };
-        Ok(y.to_dtype(x.dtype())?)
+        })
     }
 }
 
@@ -413,6 +410,14 @@ impl GatedLayer {
     /// x `[rows, hidden]` to the same.
     pub(super) fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let [gate, up] = self.gate_up.forward(x)?;
-        self.down.forward(&gated(self.activation, &gate, &up)?)
+        let gate_kind = match self.activation {
+            Activation::Silu => Gate::Silu,
+            Activation::GeluTanh => Gate::GeluTanh,
+            Activation::ClampedSwiglu { alpha, limit } => Gate::ClampedSwiglu {
+                alpha: alpha as f32,
+                limit: limit as f32,
+            },
+        };
+        self.down.forward(&ops::gated(gate_kind, &gate, &up)?)
     }
 }

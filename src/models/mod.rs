@@ -9,14 +9,12 @@
 mod decoder;
 mod experts;
 mod families;
-mod gated;
 mod inventory;
 mod layers;
 mod linear;
 mod names;
 mod rope;
 mod rope_spec;
-mod rowwise;
 mod spec;
 mod weights;
 

@@ -11,7 +11,7 @@ use candle_core::{CpuStorage, CustomOp3, DType, Device, Layout, Result, Shape, T
 use half::{bf16, f16};
 
 use super::rope_spec::{LongRopeDivisors, RopePairs, RopeScaling, RopeSpec};
-use super::rowwise::{Element, Rows, build_rows, with_adjacent_columns};
+use crate::ops::rowwise::{Element, Rows, build_rows, with_adjacent_columns};
 
 /// The frequencies of one [`RopeSpec`].
 #[derive(Debug, Clone)]
@@ -250,8 +250,11 @@ impl Rotate {
 }
 
 fn turn<T: Element>(a: T, b: T, cos: f32, sin: f32) -> (T, T) {
-    let (a, b) = (a.widen(), b.widen());
-    (T::narrow(a * cos - b * sin), T::narrow(a * sin + b * cos))
+    let (a, b) = (a.to_f32(), b.to_f32());
+    (
+        T::from_f32(a * cos - b * sin),
+        T::from_f32(a * sin + b * cos),
+    )
 }
 
 fn turn_halves<T: Element>(x: &[T], out: &mut [T], cos: &[f32], sin: &[f32]) {

@@ -13,8 +13,10 @@ mod disjoint;
 mod element;
 #[cfg(test)]
 mod every_isa;
+mod gate;
 mod lanes;
 pub(super) mod linear;
+mod norm;
 mod plan;
 mod prefill;
 mod products;
@@ -23,4 +25,7 @@ mod scores;
 mod simd;
 
 pub(super) use attention::attention;
+pub(super) use element::Element;
+pub(super) use gate::gate_row;
+pub(super) use norm::rms_norm_row;
 pub(super) use rows::{copy_blocks, gather, write_rows};

@@ -127,7 +127,7 @@ fn to_weights<S: Simd>(simd: S, scores: &mut [f32], base: f32) -> f32 {
 
 /// The lanes of a register, and zeros.
 #[inline(always)]
-fn to_array<S: Simd>(simd: S, register: S::V) -> [f32; MAX_LANES] {
+pub(super) fn to_array<S: Simd>(simd: S, register: S::V) -> [f32; MAX_LANES] {
     const { assert!(S::LANES <= MAX_LANES) };
     let mut array = [0.0; MAX_LANES];
     // SAFETY: LANES elements fit, by the assertion.
@@ -172,7 +172,7 @@ pub(super) fn exp_of<S: Simd>(simd: S, x: S::V) -> S::V {
 
 /// As [`exp_of`], of one number.
 #[inline(always)]
-fn exp(x: f32) -> f32 {
+pub(super) fn exp(x: f32) -> f32 {
     let shifted = x * std::f32::consts::LOG2_E + ROUND;
     let n = shifted - ROUND;
     let r = (x - n * LN2_HIGH) - n * LN2_LOW;

@@ -25,7 +25,7 @@ pub(super) use plain::Plain;
 pub(super) const MAX_LANES: usize = 16;
 
 /// An instruction set. A value of an implementing type proves that the machine has it.
-pub(super) trait Simd: Copy + 'static {
+pub(crate) trait Simd: Copy + 'static {
     /// A register of f32.
     type V: Copy;
     /// f32 in a register.

@@ -3,7 +3,7 @@
 
 use half::f16;
 
-use super::super::simd::{Simd, Task, dispatch};
+use super::super::simd::{Isa, Simd, Task};
 
 /// Elements that share a scale, in weights and in activations.
 pub(super) const BLOCK: usize = 32;
@@ -68,7 +68,7 @@ pub(super) struct Room<'a> {
 
 /// Rounds whole blocks.
 pub(super) fn round(x: &[f32], room: Room<'_>) {
-    dispatch(Round { x, room });
+    Isa::best().run(Round { x, room });
 }
 
 pub(super) struct Round<'a> {

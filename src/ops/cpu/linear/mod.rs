@@ -23,7 +23,7 @@ use half::{bf16, f16};
 use super::attention::in_parallel;
 use super::disjoint::Disjoint;
 use super::element::Element;
-use super::simd;
+use super::simd::Isa;
 use activations::{Activations, BLOCK, Room};
 use aligned::Plain;
 use blocks::{BlockTiles, Blocks};
@@ -156,7 +156,7 @@ impl Packed {
 fn dense_product<T: Element + Plain>(weight: &Dense<T>, x: &[f32], out: Out<'_>) {
     let tiles = out.width.div_ceil(dense::TILE);
     in_ranges(tiles, x.len() * dense::TILE, |tiles| {
-        simd::dispatch(DenseTiles {
+        Isa::best().run(DenseTiles {
             weight,
             tiles,
             x,

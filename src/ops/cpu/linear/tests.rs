@@ -5,7 +5,7 @@ use std::cell::RefCell;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
-use super::super::simd::{self, Simd, Task};
+use super::super::simd::{Isa, Simd, Task};
 use super::activations::Room;
 use super::registers::{self, ByteSimd, ByteTask};
 use super::*;
@@ -191,13 +191,15 @@ fn dense_products<T: Element + Plain>(
     out: usize,
 ) -> Vec<Vec<f32>> {
     let results = RefCell::default();
-    simd::dispatch_to_each(Product {
-        weight,
-        x,
-        rows,
-        out,
-        results: &results,
-    });
+    for isa in Isa::all() {
+        isa.run(Product {
+            weight,
+            x,
+            rows,
+            out,
+            results: &results,
+        });
+    }
     results.into_inner()
 }
 
@@ -380,7 +382,7 @@ fn rounding_is_that_of_the_format() {
     }
     x[BLOCK] = 127.0;
     x[2 * BLOCK..3 * BLOCK].fill(1e-30);
-    simd::dispatch_to_each(Rounding(&x));
+    Isa::all().into_iter().for_each(|isa| isa.run(Rounding(&x)));
 }
 
 fn assert_dense<T: Element + Plain>(from_f32: fn(f32) -> T) {
