@@ -106,8 +106,8 @@ fn refuse_normalisation(file: &GgufFile) -> Result<()> {
     })
 }
 
-/// All pairs of tokens that together are a token, best score first. Looks up every token's
-/// parts once.
+/// All pairs of tokens that together are a token, best score first. Costs two look-ups for each
+/// character of the vocabulary.
 ///
 /// Of equal scores the longer left part is first, so that a run of spaces, whose tokens all have
 /// the same score in Llama's vocabulary, is eaten up from the left.
