@@ -14,6 +14,8 @@ mod config_keys;
 mod configs;
 #[path = "models/decoding.rs"]
 mod decoding;
+#[path = "models/examples.rs"]
+mod examples;
 #[path = "models/families.rs"]
 mod families;
 #[path = "models/families_gguf.rs"]

@@ -2,6 +2,7 @@
 //! against transformers' logits of the checkpoint that they come from.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 
 use candle_core::quantized::gguf_file::{self, Value};
 use candle_core::quantized::{GgmlDType, QTensor};
@@ -130,7 +131,7 @@ pub fn metadata(golden: &Golden, arch: &str) -> Metadata {
 }
 
 /// The tensors under llama.cpp's names.
-fn tensors(golden: &Golden, arch: &str) -> Tensors {
+pub fn tensors(golden: &Golden, arch: &str) -> Tensors {
     let heads = golden.config["num_attention_heads"].as_u64().unwrap() as usize;
     let kv_heads = golden.config["num_key_value_heads"].as_u64().unwrap() as usize;
     let gemma = arch.starts_with("gemma");
@@ -289,24 +290,23 @@ fn renamed(name: &str, arch: &str) -> String {
 
 /// The file of a stored case, in a folder of its own.
 pub fn file(golden: &Golden, arch: &str) -> (tempfile::TempDir, GgufFile) {
-    let (metadata, tensors) = (metadata(golden, arch), tensors(golden, arch));
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("tiny.gguf");
-    let tensors: Vec<(&str, QTensor)> = tensors
-        .iter()
-        .map(|(name, tensor)| {
-            (
-                name.as_str(),
-                QTensor::quantize(tensor, GgmlDType::F32).unwrap(),
-            )
-        })
-        .collect();
-    let metadata: Vec<(&str, &Value)> = metadata.iter().map(|(k, v)| (k.as_str(), v)).collect();
-    let tensors: Vec<(&str, &QTensor)> = tensors.iter().map(|(k, t)| (*k, t)).collect();
-    let mut file = std::fs::File::create(&path).unwrap();
-    gguf_file::write(&mut file, &metadata, &tensors).unwrap();
+    write(&path, &metadata(golden, arch), &tensors(golden, arch));
     let file = GgufFile::open(&path).unwrap();
     (folder, file)
+}
+
+pub fn write(path: &Path, metadata: &Metadata, tensors: &Tensors) {
+    let stored: Vec<QTensor> = tensors
+        .values()
+        .map(|tensor| QTensor::quantize(tensor, GgmlDType::F32).unwrap())
+        .collect();
+    let metadata: Vec<(&str, &Value)> = metadata.iter().map(|(k, v)| (k.as_str(), v)).collect();
+    let names = tensors.keys().map(String::as_str);
+    let tensors: Vec<(&str, &QTensor)> = names.zip(&stored).collect();
+    let mut file = std::fs::File::create(path).unwrap();
+    gguf_file::write(&mut file, &metadata, &tensors).unwrap();
 }
 
 fn load(golden: &Golden, arch: &str, context: usize) -> Decoder {
