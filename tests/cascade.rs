@@ -167,9 +167,29 @@ fn decode(layers: &mut Layers, all: &mut [Held], token: u32) -> usize {
     layers.step(&mut feeds)
 }
 
+/// Blocks of a cache that cascades wherever that saves reads.
+fn cascading(blocks: usize) -> CacheConfig {
+    let mut config = CacheConfig::blocks(blocks);
+    config.cascade = Some(0);
+    config
+}
+
+/// Two rows have to save 128 tokens each: 264 behind 264 tokens, in blocks of 4, not 256 behind
+/// 256.
+#[test]
+fn the_switch_leaves_prefixes_alone_that_save_too_little() {
+    for (len, saved) in [(40, 0), (256, 0), (264, 264)] {
+        let mut layers = Layers::new(&[None], CacheConfig::blocks(256).with_cascade());
+        let system = tokens(1, len, 1000);
+        let ask = |seed| [system.as_slice(), &tokens(seed, 7, 1000)].concat();
+        let mut all: Vec<Held> = (10..12).map(|seed| layers.add(&ask(seed))).collect();
+        assert_eq!(decode(&mut layers, &mut all, 5), saved, "{len}");
+    }
+}
+
 #[test]
 fn prompts_that_hit_the_prefix_cache_and_forks_read_their_blocks_once() {
-    let mut layers = Layers::new(&[None, None], CacheConfig::blocks(256).with_cascade());
+    let mut layers = Layers::new(&[None, None], cascading(256));
     let system = tokens(1, 40, 1000);
     let other = tokens(2, 18, 1000);
     let ask = |stem: &[u32], seed| [stem, &tokens(seed, 7, 1000)].concat();
@@ -197,7 +217,7 @@ fn prompts_that_hit_the_prefix_cache_and_forks_read_their_blocks_once() {
 /// A chunk of a prompt and a decode row share, too; a step that is dropped counts nothing.
 #[test]
 fn chunks_share_and_dropped_steps_do_not_count() {
-    let mut layers = Layers::new(&[None], CacheConfig::blocks(128).with_cascade());
+    let mut layers = Layers::new(&[None], cascading(128));
     let system = tokens(1, 32, 1000);
     let mut first = layers.add(&[system.as_slice(), &[1, 2]].concat());
     let added = layers
@@ -231,7 +251,7 @@ fn off_by_default() {
 /// A windowed group shares only what all of its queries see whole; the full group goes on.
 #[test]
 fn windowed_groups_share_while_contexts_fit_into_the_window() {
-    let config = CacheConfig::blocks(128).with_cascade();
+    let config = cascading(128);
     let mut layers = Layers::new(&[Some(24), None], config);
     let system = tokens(1, 16, 1000);
     let ask = |seed| [system.as_slice(), &tokens(seed, 5, 1000)].concat();
@@ -247,7 +267,11 @@ fn windowed_groups_share_while_contexts_fit_into_the_window() {
 
 /// Greedy answers of `requests`, with the two best logarithms of each step, and the tokens
 /// that were saved.
-fn answers(model: &Arc<Decoder>, requests: &[Vec<u32>], cascade: bool) -> (Vec<Answer>, u64) {
+fn answers(
+    model: &Arc<Decoder>,
+    requests: &[Vec<u32>],
+    cascade: Option<usize>,
+) -> (Vec<Answer>, u64) {
     let spec = model.cache_spec(DType::F32).unwrap();
     let mut config = CacheConfig::blocks(200).with_block_size(8);
     config.cascade = cascade;
@@ -284,8 +308,8 @@ fn an_engine_answers_with_the_same_tokens() {
                 [stem, &tokens(seed * 100 + i as u64, 3 + i, tiny.vocab)].concat()
             })
             .collect();
-        let (got, tokens_saved) = answers(&model, &requests, true);
-        let (want, none) = answers(&model, &requests, false);
+        let (got, tokens_saved) = answers(&model, &requests, Some(0));
+        let (want, none) = answers(&model, &requests, None);
         assert_eq!(none, 0);
         saved += tokens_saved;
         for (got, want) in got.iter().zip(&want) {
@@ -319,7 +343,7 @@ fn an_engine_answers_with_the_same_tokens() {
 
 #[test]
 fn the_candle_form_of_the_operands_works_too() {
-    let mut layers = Layers::new(&[None], CacheConfig::blocks(64).with_cascade());
+    let mut layers = Layers::new(&[None], cascading(64));
     let system = tokens(1, 20, 1000);
     // Of five blocks the second prompt finds four: its last token is computed.
     let all = [layers.add(&system), layers.add(&system)];

@@ -1,4 +1,4 @@
-//! The bookkeeping of the example `memory_report`: small traces counted by hand, and a real one
+//! The bookkeeping of the example `memory_report`: small traces counted by hand, and real ones
 //! whose shares were computed independently, from the lengths alone.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
@@ -134,41 +134,82 @@ fn row(report: &Report, policy: Policy, block_size: Option<usize>) -> &Shares {
     &row.unwrap().shares
 }
 
+/// What was computed from the lengths of a trace alone.
+struct Lengths {
+    file: &'static str,
+    requests: usize,
+    longest: usize,
+    /// By block size.
+    paged: [(usize, f64); 6],
+    /// Reserved to the maximum, power of two, exact.
+    contiguous: [f64; 3],
+}
+
 #[test]
 fn azure_conversations_have_the_shares_computed_from_their_lengths() {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/azure_conv.csv");
-    let trace = Trace::read(&path).unwrap();
-    assert_eq!((trace.requests.len(), trace.longest()), (19_366, 14_089));
+    check_shares(&Lengths {
+        file: "azure_conv.csv",
+        requests: 19_366,
+        longest: 14_089,
+        paged: [
+            (8, 0.9972),
+            (16, 0.9939),
+            (32, 0.9875),
+            (64, 0.9750),
+            (128, 0.9505),
+            (256, 0.9078),
+        ],
+        contiguous: [0.0871, 0.8155, 0.8795],
+    });
+}
+
+#[test]
+fn azure_code_has_the_shares_computed_from_its_lengths() {
+    check_shares(&Lengths {
+        file: "azure_code.csv",
+        requests: 8_819,
+        longest: 7_841,
+        paged: [
+            (8, 0.9984),
+            (16, 0.9965),
+            (32, 0.9928),
+            (64, 0.9853),
+            (128, 0.9706),
+            (256, 0.9411),
+        ],
+        contiguous: [0.2715, 0.9416, 0.9655],
+    });
+}
+
+fn check_shares(lengths: &Lengths) {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data");
+    let trace = Trace::read(&path.join(lengths.file)).unwrap();
+    let of_trace = (trace.requests.len(), trace.longest());
+    assert_eq!(of_trace, (lengths.requests, lengths.longest));
     let report = report::report(&trace, None, || {}).unwrap();
 
     let near = |got: f64, expected: f64| {
         assert!((got - expected).abs() <= 0.00005 + 1e-9, "{got} {expected}");
     };
-    for (size, expected) in [
-        (8, 0.9972),
-        (16, 0.9939),
-        (32, 0.9875),
-        (64, 0.9750),
-        (128, 0.9505),
-        (256, 0.9078),
-    ] {
+    for (size, expected) in lengths.paged {
         let shares = row(&report, Policy::Paged, Some(size));
         near(shares.utilization, expected);
         assert_eq!(shares.external_waste, 0.0);
     }
     // Those of the contiguous ones were computed without external fragmentation.
-    for (policy, expected) in [
-        (Policy::ReserveToMax, 0.0871),
-        (Policy::PowerOfTwo, 0.8155),
-        (Policy::ExactFirstFit, 0.8795),
-    ] {
+    let policies = [
+        Policy::ReserveToMax,
+        Policy::PowerOfTwo,
+        Policy::ExactFirstFit,
+    ];
+    for (policy, expected) in policies.into_iter().zip(lengths.contiguous) {
         let shares = row(&report, policy, None);
         near(shares.utilization / (1.0 - shares.external_waste), expected);
         assert_eq!(shares.preemptions, 0);
     }
     // Memory for 16 at the maximum; the same for each.
     let at_once = |policy, size| row(&report, policy, size).concurrent;
-    assert_eq!(report.memory_tokens, 16 * 14_089);
+    assert_eq!(report.memory_tokens, 16 * lengths.longest);
     assert_eq!(at_once(Policy::ReserveToMax, None), 16.0);
     assert!(at_once(Policy::Paged, Some(16)) > at_once(Policy::ExactFirstFit, None));
 

@@ -58,7 +58,10 @@ fn measure(
     );
     let options = AttentionOptions::new(1.0 / (dim as f32).sqrt());
     let mut cascade = Cascade::default();
-    ensure!(cascade.find(&table, Mask::Causal)?, "nothing is shared");
+    ensure!(
+        cascade.find(&table, Mask::Causal, Cascade::ROW_COST)?,
+        "nothing is shared"
+    );
     let mut contenders = [
         timed(|| Ok(cascade_attention(&q, &k, &v, &cascade, &options)?)),
         timed(|| Ok(paged_attention(&q, &k, &v, &table, &options)?)),

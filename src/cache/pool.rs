@@ -5,7 +5,7 @@ use candle_core::{Device, Tensor};
 use super::spec::{CacheSpec, GroupSpec};
 use crate::block::check_block_size;
 use crate::error::{Error, Result};
-use crate::ops;
+use crate::ops::{self, Cascade};
 
 const OP: &str = "paged_kv_cache";
 
@@ -49,8 +49,9 @@ pub struct CacheConfig {
     pub sub_block_reuse: bool,
     /// Keep one block of equal full ones.
     pub deduplicate: bool,
-    /// Read blocks that sequences of a step share once for all of them.
-    pub cascade: bool,
+    /// Read blocks that sequences of a step share once for all of them, where that saves more
+    /// than this many tokens for each of their rows; `None`: never.
+    pub cascade: Option<usize>,
 }
 
 impl CacheConfig {
@@ -63,7 +64,7 @@ impl CacheConfig {
             host: None,
             sub_block_reuse: false,
             deduplicate: false,
-            cascade: false,
+            cascade: None,
         }
     }
 
@@ -145,14 +146,16 @@ impl CacheConfig {
 
     /// Lets attention read the leading blocks that sequences of a step share once for all of
     /// them ([`cascade_attention`](crate::ops::cascade_attention)): for many sequences behind
-    /// one long prompt, whose decode steps otherwise read that prompt once each.
+    /// one long prompt, whose decode steps otherwise read that prompt once each. Used in the
+    /// steps, and for the prefixes, where it saves more than it costs: see [`Cascade`]. The
+    /// field [`cascade`](Self::cascade) has the threshold.
     ///
     /// Off by default, because the sums then have another order: within tolerance the answers
     /// are the same, but their last bits depend on who shares. Windowed layers share as long
     /// as whole contexts are within the window. On every device; on CUDA not yet run on a GPU.
     #[must_use]
     pub fn with_cascade(mut self) -> Self {
-        self.cascade = true;
+        self.cascade = Some(Cascade::ROW_COST);
         self
     }
 

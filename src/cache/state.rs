@@ -52,7 +52,7 @@ pub(super) struct State {
     pub block_size: usize,
     pub sub_block_reuse: bool,
     pub deduplicate: bool,
-    pub cascade: bool,
+    pub cascade: Option<usize>,
     pub groups: Vec<Group>,
     pub sequences: Sequences,
     /// Where swapped sequences are, if the cache was made with such a place.

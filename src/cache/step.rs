@@ -168,9 +168,9 @@ impl State {
                 }));
                 buffers.tables[g].push(&buffers.pages, first as u32, end, &buffers.slots)?;
             }
-            if self.cascade {
+            if let Some(row_cost) = self.cascade {
                 let mask = Mask::causal(group.spec.window);
-                buffers.cascades[g].find(&buffers.tables[g], mask)?;
+                buffers.cascades[g].find(&buffers.tables[g], mask, row_cost)?;
             }
         }
         Ok(())

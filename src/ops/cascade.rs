@@ -15,8 +15,19 @@ use crate::error::{Error, Result};
 ///
 /// A prefix is made of whole blocks before the first query of every member, so that every
 /// query of theirs sees all of it. A sequence joins one prefix at most: where prefixes are
-/// nested (a system prompt, then a question with several samples) the choice is the one that
-/// saves the most reads, whole subtrees at a time.
+/// nested (a system prompt for all, a document for some) the choice is the one that saves the
+/// most, whole subtrees at a time.
+///
+/// # When it is worth it
+/// A prefix of `t` tokens and `m` members saves `t (m − 1)` reads of a token's K/V. Each query
+/// row of a member pays: it has two F32 states, which are written, read and merged, in place
+/// of one output, about `10 · heads / kv_heads / bytes of an element` tokens' worth of memory
+/// traffic (2.5 for F32 without groups, 20 for BF16 in groups of 4); its own part has the
+/// fixed costs of a context; and it bears its share of the ops that the cascade has more. The
+/// rows of a chunk of a prompt wait for arithmetic more than for memory, and there are many of
+/// them: they seldom share. So a cascade takes what each row has to save, in tokens, and
+/// chooses the prefixes with the largest saving after that; [`Cascade::ROW_COST`] is where
+/// decode rows broke even when measured on a CPU.
 ///
 /// The method is the split of a softmax by keys: Hydragen (Juravsky et al. 2024), and the
 /// cascade of FlashInfer (Ye et al. 2025).
@@ -45,6 +56,7 @@ struct Reader<'a> {
     seq: usize,
     /// Leading pages that every row sees whole.
     pages: &'a [u32],
+    rows: usize,
     /// Of these, the number it reads together with others.
     shared: usize,
     /// A sequence that names the prefix: its first member.
@@ -52,7 +64,14 @@ struct Reader<'a> {
 }
 
 impl Cascade {
-    /// Looks for shared prefixes in `table`, in place of those found before, and answers
+    /// Tokens that a row has to save to be worth its part in a cascade. Measured on a CPU:
+    /// decode of 2, 4 and 16 sequences with F32 and BF16 caches broke even where each row saved
+    /// 100 to 250 tokens, apart from groups of 4 heads over 16 sequences, which are bound by
+    /// arithmetic. Not yet measured on a GPU.
+    pub const ROW_COST: usize = 128;
+
+    /// Looks in `table` for shared prefixes that save more than `row_cost` tokens for each row
+    /// of their members (0: any that saves reads), in place of those found before, and answers
     /// whether there are any. A window of `mask` has to be wider than the whole context of a
     /// member.
     ///
@@ -61,7 +80,7 @@ impl Cascade {
     ///
     /// # Errors
     /// [`Error::PageTable`] if a part passes the range of u32.
-    pub fn find(&mut self, table: &PageTable, mask: Mask) -> Result<bool> {
+    pub fn find(&mut self, table: &PageTable, mask: Mask, row_cost: usize) -> Result<bool> {
         self.mask = mask;
         self.saved = 0;
         for part in [&mut self.shared, &mut self.own, &mut self.rest] {
@@ -70,8 +89,11 @@ impl Cascade {
         self.order.clear();
         self.shift.clear();
         let mut readers = readers(table, mask);
-        self.saved = choose(&mut readers, 0) * table.block_size();
-        if self.saved == 0 {
+        let terms = Terms {
+            page: table.block_size() as i64,
+            row: i64::try_from(row_cost).unwrap_or(i64::MAX),
+        };
+        if choose(&mut readers, 0, &terms) == 0 {
             return Ok(false);
         }
         readers.retain(|reader| reader.shared > 0);
@@ -104,6 +126,7 @@ impl Cascade {
     fn push_prefix(&mut self, table: &PageTable, members: &[Reader<'_>]) -> Result<()> {
         let pages = members.first().map_or(0, |member| member.shared);
         let len = pages * table.block_size();
+        self.saved += len * (members.len() - 1);
         let first_row = self.order.len();
         for member in members {
             let rows = table.rows(member.seq);
@@ -152,6 +175,7 @@ fn readers(table: &PageTable, mask: Mask) -> Vec<Reader<'_>> {
         readers.push(Reader {
             seq,
             pages: &pages[..whole],
+            rows,
             shared: 0,
             prefix: seq,
         });
@@ -160,44 +184,61 @@ fn readers(table: &PageTable, mask: Mask) -> Vec<Reader<'_>> {
     readers
 }
 
+/// What counts in the choice, in tokens.
+struct Terms {
+    /// A page.
+    page: i64,
+    /// What a row pays.
+    row: i64,
+}
+
+impl Terms {
+    /// What a reader has of a prefix of `depth` pages, before the one read of it is paid.
+    fn gain(&self, reader: &Reader<'_>, depth: usize) -> i64 {
+        let pays = self.row.saturating_mul(reader.rows as i64);
+        (self.page * depth as i64).saturating_sub(pays)
+    }
+}
+
 /// Chooses the prefixes of readers that are sorted and agree in their first `depth` pages.
-/// Answers the page reads that are saved.
-fn choose(readers: &mut [Reader<'_>], depth: usize) -> usize {
+/// Answers the tokens that are saved, what the rows pay taken off.
+fn choose(readers: &mut [Reader<'_>], depth: usize, terms: &Terms) -> i64 {
     let [first, .., last] = &readers else {
         return 0;
     };
     let pairs = first.pages[depth..].iter().zip(&last.pages[depth..]);
     // Sorted, so that what the first and the last agree in all do.
     let depth = depth + pairs.take_while(|(a, b)| a == b).count();
-    let same_page = |a: &Reader<'_>, b: &Reader<'_>| a.pages.get(depth) == b.pages.get(depth);
-    let alone: Vec<usize> = readers
+    // A reader whose pages end here goes on with nobody.
+    let same_page = |a: &Reader<'_>, b: &Reader<'_>| {
+        let page = a.pages.get(depth);
+        page.is_some() && page == b.pages.get(depth)
+    };
+    let apart: Vec<i64> = readers
         .chunk_by_mut(same_page)
-        .map(|part| match part {
-            // They end here.
-            [reader, ..] if reader.pages.len() == depth => 0,
-            part => choose(part, depth),
-        })
+        .map(|part| choose(part, depth, terms))
         .collect();
     // A part either keeps its choice or joins the prefix of `depth` pages as a whole.
-    let joins = |part: &[Reader<'_>], alone: usize| part.len() * depth >= alone;
-    let mut together = 0;
-    for (part, &alone) in readers.chunk_by(same_page).zip(&alone) {
-        together += alone.max(part.len() * depth);
-    }
-    let apart = alone.iter().sum();
-    if together <= apart + depth {
-        return apart;
+    let joined = |part: &[Reader<'_>]| -> i64 {
+        let gains = part.iter().map(|reader| terms.gain(reader, depth));
+        gains.fold(0, i64::saturating_add)
+    };
+    let parts = readers.chunk_by(same_page).zip(&apart);
+    let together: i64 = parts.map(|(part, &apart)| apart.max(joined(part))).sum();
+    let together = together - terms.page * depth as i64;
+    if together <= apart.iter().sum() {
+        return apart.iter().sum();
     }
     let mut prefix = None;
-    for (part, &alone) in readers.chunk_by_mut(same_page).zip(&alone) {
-        if joins(part, alone) {
+    for (part, &apart) in readers.chunk_by_mut(same_page).zip(&apart) {
+        if joined(part) > apart {
             for reader in part {
                 reader.shared = depth;
                 reader.prefix = *prefix.get_or_insert(reader.seq);
             }
         }
     }
-    together - depth
+    together
 }
 
 /// [`paged_attention`] of the batch in whose table `cascade` was found, with the K/V of every

@@ -132,7 +132,11 @@ fn cascade(device: &Device) -> Value {
     let q = rows(device, SEQUENCES, HEADS);
     let options = AttentionOptions::new((DIM as f32).powf(-0.5));
     let mut cascade = Cascade::default();
-    assert!(cascade.find(&table, Mask::Causal).unwrap());
+    assert!(
+        cascade
+            .find(&table, Mask::Causal, Cascade::ROW_COST)
+            .unwrap()
+    );
     let plain = seconds(device, || {
         paged_attention(&q, &k, &v, &table, &options).unwrap();
     });

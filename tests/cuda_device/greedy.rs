@@ -28,7 +28,8 @@ fn an_uploaded_table_stays_where_it_is_from_step_to_step() {
 }
 
 /// Greedy tokens of three sequences in one batch, `count` steps after a prompt in two chunks.
-fn greedy(device: &Device, count: usize) -> Vec<Vec<u32>> {
+/// Two of the prompts start alike; with `cascade` the steps read that once.
+fn greedy(device: &Device, count: usize, cascade: bool) -> Vec<Vec<u32>> {
     let tiny = Tiny {
         head_dim: 64,
         hidden: 192,
@@ -37,20 +38,30 @@ fn greedy(device: &Device, count: usize) -> Vec<Vec<u32>> {
     let spec = spec_from_hf(&tiny.config(), "tiny").unwrap();
     let model = Decoder::load(spec, &tiny.weights(5), DType::F32, device).unwrap();
     let spec = model.cache_spec(DType::F32).unwrap();
-    let cache = PagedKvCache::new(&spec, &CacheConfig::blocks(100), device).unwrap();
+    let mut config = CacheConfig::blocks(100);
+    config.cascade = cascade.then_some(0);
+    let cache = PagedKvCache::new(&spec, &config, device).unwrap();
     let mut out = Vec::new();
     let mut ids = Vec::new();
-    for (seed, len) in [(1, 90), (2, 17), (3, 33)] {
-        let prompt = tokens(seed, len, tiny.vocab);
-        ids.push(cache.add(&prompt, AddOptions::default()).unwrap().id);
+    let stem = tokens(4, 70, tiny.vocab);
+    // The stem is computed before, so that the prompts find its four full blocks.
+    let first = cache.add(&stem, AddOptions::default()).unwrap().id;
+    let plan = cache.plan(&[Feed::new(first, &stem)]).unwrap();
+    model.forward(plan.tokens(), &plan).unwrap();
+    plan.commit().unwrap();
+    let mut done = Vec::new();
+    for (seed, len, stem) in [(1, 90, &stem[..]), (2, 17, &[]), (3, 33, &stem)] {
+        let prompt = [stem, &tokens(seed, len, tiny.vocab)].concat();
+        let added = cache.add(&prompt, AddOptions::default()).unwrap();
+        ids.push(added.id);
+        done.push(added.cached_tokens);
         out.push(prompt);
     }
-    let mut done = [0; 3];
     for step in 0..count + 1 {
         let feeds: Vec<_> = (0..3)
             .map(|s| {
                 let end = if step == 0 {
-                    out[s].len() / 2
+                    (done[s] + out[s].len()) / 2
                 } else {
                     out[s].len()
                 };
@@ -59,6 +70,7 @@ fn greedy(device: &Device, count: usize) -> Vec<Vec<u32>> {
             .collect();
         let fed: Vec<_> = feeds.iter().map(|feed| feed.tokens.len()).collect();
         let plan = cache.plan(&feeds).unwrap();
+        assert_eq!(plan.tokens_saved(), if cascade { 64 } else { 0 });
         let logits = model.forward(plan.tokens(), &plan).unwrap();
         plan.commit().unwrap();
         let next: Vec<u32> = logits.argmax(1).unwrap().to_vec1().unwrap();
@@ -76,7 +88,10 @@ fn greedy(device: &Device, count: usize) -> Vec<Vec<u32>> {
 #[test]
 #[ignore = "needs a GPU: scripts/gpu-check.sh"]
 fn greedy_tokens_are_those_of_the_cpu() {
-    assert_eq!(greedy(gpu(), 40), greedy(&Device::Cpu, 40));
+    let want = greedy(&Device::Cpu, 40, false);
+    for cascade in [false, true] {
+        assert_eq!(greedy(gpu(), 40, cascade), want, "cascade: {cascade}");
+    }
 }
 
 #[test]

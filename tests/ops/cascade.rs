@@ -15,7 +15,10 @@ use crate::common::sharing::{Sharing, behind_one_prompt, build, one, rows_of};
 /// Kernel and portable cascade against the f64 reference. Answers the cascade.
 fn check(batch: &Batch, options: &AttentionOptions, what: &str) -> Cascade {
     let mut cascade = Cascade::default();
-    assert!(cascade.find(&batch.table, options.mask).unwrap(), "{what}");
+    assert!(
+        cascade.find(&batch.table, options.mask, 0).unwrap(),
+        "{what}"
+    );
     let want = batch.reference(options);
     for (op, who) in [
         (cascade_attention as Op, "kernels"),
@@ -105,7 +108,7 @@ fn a_prefix_ends_with_the_last_block_before_the_first_query() {
     let none = |lens: &[usize], shared| {
         let batch = build(&setup, &behind_one_prompt(lens, shared));
         let mut cascade = Cascade::default();
-        assert!(!cascade.find(&batch.table, Mask::Causal).unwrap());
+        assert!(!cascade.find(&batch.table, Mask::Causal, 0).unwrap());
         assert_eq!(cascade.tokens_saved(), 0);
         let options = batch.options();
         let refused =
@@ -158,6 +161,87 @@ fn nested_prefixes_are_chosen_by_what_they_save() {
     assert_eq!(prefixes(&mixed), (16 * 16, vec![(32, 3), (192, 2)]));
 }
 
+/// What each row has to save, in a table that was counted by hand: sequences as (tokens, rows,
+/// with, shared blocks), and the prefixes as (tokens, rows).
+#[test]
+fn a_prefix_is_read_once_where_that_saves_more_than_its_rows_pay() {
+    type Case<'a> = (&'a str, Vec<Sharing>, &'a [(usize, usize)]);
+    let decode = |n: usize, blocks: usize| behind_one_prompt(&vec![600; n], blocks);
+    let cases: [Case<'_>; 11] = [
+        ("one block behind two", decode(2, 1), &[]),
+        ("256 * 1 = 128 * 2", decode(2, 16), &[]),
+        ("272 * 1 > 128 * 2", decode(2, 17), &[(272, 2)]),
+        ("192 * 2 = 128 * 3", decode(3, 12), &[]),
+        ("208 * 2 > 128 * 3", decode(3, 13), &[(208, 3)]),
+        ("128 * 15 < 128 * 16", decode(16, 8), &[]),
+        ("144 * 15 > 128 * 16", decode(16, 9), &[(144, 16)]),
+        (
+            "512 tokens are less than the 8 rows of a chunk pay: the others share",
+            vec![one(600, 8, 0, 0), one(600, 1, 0, 32), one(600, 1, 0, 32)],
+            &[(512, 2)],
+        ),
+        (
+            "a system prompt of 512, a document of 512 more for each of two pairs: \
+             2 * (1024 - 256) > 3 * 512 - 512",
+            vec![
+                one(1100, 1, 0, 0),
+                one(1100, 1, 0, 64),
+                one(1100, 1, 0, 32),
+                one(1100, 1, 2, 64),
+            ],
+            &[(1024, 2), (1024, 2)],
+        ),
+        (
+            "64 more for two of four: (576 - 256) + (512 - 256) < 3 * 512 - 512",
+            vec![
+                one(600, 1, 0, 0),
+                one(600, 1, 0, 36),
+                one(600, 1, 0, 32),
+                one(600, 1, 0, 32),
+            ],
+            &[(512, 4)],
+        ),
+        (
+            "2,048 more for two of five; 2 * 512 > 128 * 3 for the others",
+            vec![
+                one(2600, 1, 0, 0),
+                one(2600, 1, 0, 160),
+                one(600, 1, 0, 32),
+                one(600, 1, 0, 32),
+                one(600, 1, 0, 32),
+            ],
+            &[(512, 3), (2560, 2)],
+        ),
+    ];
+    let setup = Setup::new(2, 1, 8, &[]);
+    for (what, sharing, want) in cases {
+        let batch = build(&setup, &sharing);
+        let mut cascade = Cascade::default();
+        let found = cascade.find(&batch.table, Mask::Causal, 128).unwrap();
+        let mut prefixes: Vec<_> = cascade.prefixes().collect();
+        prefixes.sort_unstable();
+        assert_eq!(
+            (found, prefixes.as_slice()),
+            (!want.is_empty(), want),
+            "{what}"
+        );
+        let saved = want.iter().map(|(tokens, rows)| tokens * (rows - 1));
+        assert_eq!(cascade.tokens_saved(), saved.sum::<usize>(), "{what}");
+        if found {
+            let options = batch.options();
+            let got =
+                cascade_attention(&batch.q, &batch.k_cache, &batch.v_cache, &cascade, &options);
+            close(&got.unwrap(), &batch.reference(&options).out, 8, 1e-5, what);
+        }
+        // A price that nothing is worth.
+        assert!(
+            !cascade
+                .find(&batch.table, Mask::Causal, usize::MAX)
+                .unwrap()
+        );
+    }
+}
+
 /// Prompts that wait, chunks, verification rows and decodes; several prefixes, in an order that
 /// mixes them; sequences that share nothing.
 #[test]
@@ -185,7 +269,7 @@ fn random_batches_agree_with_the_reference() {
         let batch = build(&setup, &sharing);
         for (what, options) in variants(&batch) {
             let mut cascade = Cascade::default();
-            if cascade.find(&batch.table, options.mask).unwrap() {
+            if cascade.find(&batch.table, options.mask, 0).unwrap() {
                 found += 1;
                 check(&batch, &options, &format!("case {case}, {what}"));
             }
