@@ -4,6 +4,8 @@
 //! cargo bench --bench ops -- [FILTER]
 //! ```
 
+#[path = "ops/linears.rs"]
+mod linears;
 #[path = "support/mod.rs"]
 mod support;
 
@@ -32,6 +34,7 @@ fn main() -> Result<()> {
     rows(&mut criterion)?;
     blocks(&mut criterion)?;
     steps(&mut criterion)?;
+    linears::linears(&mut criterion)?;
     criterion.final_summary();
     Ok(())
 }
