@@ -7,7 +7,7 @@
 //! A line is a prompt, or in a file `*.jsonl` an object with `prompt` or `prompt_ids`, and if
 //! wanted `max_tokens`, `seed`, `n` and `ignore_eos`.
 //!
-//! With `--json` a line per request: `index`, `sample`, `prompt_tokens`, `tokens`, `text`,
+//! With `--json` a line per request: `index`, `prompt_tokens`, `tokens`, `text`,
 //! `finish_reason`, `cached_tokens`, and in seconds `queued_s`, `first_token_s`, `total_s`; or
 //! `index` and `error` if it was refused. What is said of a sample is said of the first; where
 //! `n` is above 1, all of them stand in `samples`, each with its `tokens`, `text` and
@@ -224,7 +224,6 @@ fn object(index: usize, answer: &Answer) -> Value {
     let seconds = |time: Option<Duration>| time.map(|time| time.as_secs_f64());
     let mut object = json!({
         "index": index,
-        "sample": 0,
         "prompt_tokens": report.map(|report| report.prompt_tokens),
         "tokens": first.map(|sample| &sample.tokens),
         "text": first.map(|sample| &sample.text),

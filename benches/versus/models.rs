@@ -181,7 +181,7 @@ fn rows(
             .map(|prompt| prompt[..OWN].to_vec())
             .collect();
         let mut turns: [Contender<'_>; 2] = [
-            Box::new(|| share(&ours, &common, &own, SHARED_NEW)),
+            Box::new(|| share(ours, &common, &own, SHARED_NEW)),
             llama.share(SHARED, OWN, SHARED_NEW, REQUESTS),
         ];
         let times = take_turns(rounds, &mut turns)?;

@@ -119,7 +119,10 @@ impl Scheduler {
         let held = group.blocks_held(tokens, self.block_size);
         match group.window {
             // One more, since neither ends where a block does.
-            Some(_) => held + self.config.max_batch_tokens.div_ceil(self.block_size) + 1,
+            Some(_) => {
+                let chunk = self.config.max_batch_tokens.div_ceil(self.block_size);
+                held.saturating_add(chunk).saturating_add(1)
+            }
             None => held,
         }
     }

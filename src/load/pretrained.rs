@@ -121,7 +121,8 @@ const CHAT_ENDS: [&str; 4] = ["<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|en
 /// # Errors
 /// [`Error::ModelNotFound`] if there is no such thing; otherwise what reading its files
 /// answers, [`Error::Unsupported`] for an architecture or tokenizer that this crate does not
-/// run, what [`ModelSpec::check_weights`] answers for weights that do not fit.
+/// run, what [`ModelSpec::check_weights`] answers for weights that do not fit, and
+/// [`Error::InvalidArgument`] for a tokenizer with more tokens than the embedding has rows.
 pub fn from_pretrained(model: impl AsRef<Path>, options: &LoadOptions) -> Result<Pretrained> {
     options.dtype.map(check_dtype).transpose()?;
     let model = model.as_ref();

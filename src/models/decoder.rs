@@ -58,7 +58,6 @@ impl Decoder {
         dtype: DType,
         device: &Device,
     ) -> Result<Self> {
-        spec.check()?;
         if !matches!(dtype, DType::F32 | DType::F16 | DType::BF16) {
             return Err(Error::InvalidArgument {
                 op: "load_model",

@@ -21,9 +21,11 @@ impl ModelSpec {
     /// follow from the configuration), and the LongRoPE divisors of the other length.
     ///
     /// # Errors
-    /// [`Error::Missing`], [`Error::Shape`], [`Error::Unsupported`] for a dtype or a tensor
-    /// too many, or what `weights` answers; each names the checkpoint and the tensor.
+    /// [`Error::InvalidArgument`] for a spec that contradicts itself; [`Error::Missing`],
+    /// [`Error::Shape`], [`Error::Unsupported`] for a dtype or a tensor too many, or what
+    /// `weights` answers; each names the checkpoint and the tensor.
     pub fn check_weights(&self, weights: &dyn WeightSource) -> Result<usize> {
+        self.check()?;
         let mut inventory = Inventory {
             weights,
             names: &self.names,

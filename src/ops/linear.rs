@@ -12,11 +12,12 @@ use crate::error::{Error, Result};
 const OP: &str = "linear";
 
 /// A weight matrix `[out, inp]` for products on a CPU: f32, f16, bf16, Q8_0, Q4_0 or Q4_1, as
-/// many bits as it was stored with, plus zeros that fill `out` up to a multiple of 32.
+/// many bits as it was stored with, plus zeros that fill `out` up to a multiple of 32 (of 16
+/// for the block formats).
 ///
 /// A row has the same bits alone and in any batch. Sums are in f32; the block formats round
-/// the activations to 8 bits per block of 32, as candle's quantised products do. Cloning
-/// shares the weights.
+/// the activations to 8 bits per block of 32, as ggml does (candle takes 256 at a time for Q8_0 on
+/// some machines). Cloning shares the weights.
 #[derive(Clone)]
 pub(crate) struct PackedLinear {
     packed: Arc<Packed>,
@@ -87,6 +88,12 @@ impl PackedLinear {
     /// As [`Self::from_dense`]; [`Error::Unsupported`] for a format that [`Self::takes`] does
     /// not take.
     pub(crate) fn from_quantized(parts: &[&QTensor]) -> Result<Self> {
+        if parts.is_empty() {
+            return Err(Error::Empty {
+                op: OP,
+                what: "list of weights",
+            });
+        }
         let (mut out, mut inp) = (0, 0);
         let mut bytes = Vec::with_capacity(parts.len());
         for (number, part) in parts.iter().enumerate() {

@@ -111,7 +111,12 @@ fn round_block(x: &[f32; BLOCK]) -> ([i8; BLOCK], f16, i32) {
     }
     let largest = largest.iter().fold(0f32, |a, &b| if b > a { b } else { a });
     let scale = largest / 127.0;
-    let inverse = if scale == 0.0 { 0.0 } else { 1.0 / scale };
+    // The inverse of a smaller scale is infinite; as a 16-bit float it is 0 anyway.
+    let inverse = if scale < f32::MIN_POSITIVE {
+        0.0
+    } else {
+        1.0 / scale
+    };
     let mut quants = [0i8; BLOCK];
     let mut sum = 0;
     for (quant, &x) in quants.iter_mut().zip(x) {

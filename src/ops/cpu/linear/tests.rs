@@ -355,8 +355,9 @@ impl Task for Rounding<'_> {
         activations::Round { x: self.0, room }.run(simd);
         for (block, x) in self.0.chunks(BLOCK).enumerate() {
             let scale = x.iter().fold(0f32, |most, x| most.max(x.abs())) / 127.0;
-            let inverse = if scale == 0.0 { 0.0 } else { 1.0 / scale };
+            let inverse = if scale.is_normal() { 1.0 / scale } else { 0.0 };
             let quants: Vec<i8> = x.iter().map(|x| (x * inverse).round() as i8).collect();
+            assert!(quants.iter().all(|&quant| quant > i8::MIN));
             assert_eq!(got.quants[block * BLOCK..][..BLOCK], quants);
             assert_eq!(got.scales[block], f16::from_f32(scale).to_f32());
             let sum = quants.iter().map(|&quant| i32::from(quant)).sum::<i32>();
@@ -382,6 +383,7 @@ fn rounding_is_that_of_the_format() {
     }
     x[BLOCK] = 127.0;
     x[2 * BLOCK..3 * BLOCK].fill(1e-30);
+    x[3 * BLOCK..4 * BLOCK].fill(-1e-38);
     Isa::all().into_iter().for_each(|isa| isa.run(Rounding(&x)));
 }
 
