@@ -61,7 +61,8 @@ impl WeightSource for Zeros {
     }
 
     fn contains(&self, name: &str) -> bool {
-        !name.ends_with(".bias") && !(self.tied && name.contains("lm_head"))
+        let left_out = self.tied && name.contains("lm_head");
+        !left_out && !name.ends_with(".bias")
     }
 
     fn tensor(&self, _: &str, shape: &[usize], dtype: DType) -> Result<Tensor> {
