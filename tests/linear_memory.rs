@@ -61,8 +61,8 @@ impl WeightSource for Zeros {
     }
 
     fn contains(&self, name: &str) -> bool {
-        let own_head = !self.tied || !name.contains("lm_head");
-        own_head && !name.ends_with(".bias")
+        let left_out = self.tied && name.contains("lm_head");
+        !left_out && !name.ends_with(".bias")
     }
 
     fn tensor(&self, _: &str, shape: &[usize], dtype: DType) -> Result<Tensor> {
