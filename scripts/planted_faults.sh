@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Shows that the op tests can fail: plants one small fault after the other into a copy of the
-# tree and demands that `cargo test --test ops` notices each of them.
+# tree and demands that `cargo test --test ops` notices each of them; faults of linear layers are
+# for `cargo test --lib --test linear`, which run the kernels of every instruction set.
 #
 #   scripts/planted_faults.sh [NAME...]     all faults, or those named
 #
@@ -39,6 +40,11 @@ released_pages_forgotten|src/ops/cpu/cache.rs|(token >> self.shift) - self.first
 padding_written|src/ops/cpu/rows.rs|usize::try_from(slot) else|usize::try_from(slot.max(0)) else
 copies_in_order|src/ops/cpu/rows.rs|late.then(|false.then(
 alias_not_seen|src/ops/check.rs|for cache in [k_cache, v_cache] {|for cache in [k_cache] {
+linear_scale_of_another_output|src/ops/cpu/linear/blocks.rs|self.scales[at * TILE + lane] = number(0)|self.scales[at * TILE + lane / 2] = number(0)
+linear_scales_of_the_first_lanes|src/ops/cpu/linear/blocks.rs|tile.scales.as_ptr().add(at)|tile.scales.as_ptr().add(block * TILE)
+linear_offset_left_out|src/ops/cpu/linear/blocks.rs|if !MINIMA && offset != 0 {|if !MINIMA && offset == 1 {
+linear_avx2_sign_left_out|src/ops/cpu/linear/registers.rs|_mm256_sign_epi8(x, weights)|x
+linear_last_input_lost|src/ops/cpu/linear/dense.rs|for i in 0..inp {|for i in 0..inp / 2 * 2 {
 LIST
 }
 
@@ -56,11 +62,20 @@ plant() {
     fi
 }
 
-tests_pass() {
-    cargo test --quiet --test ops >"$copy/log" 2>&1
+# The tests that have to notice a fault in a file.
+tests_of() {
+    case $1 in
+        src/ops/cpu/linear/*) echo --lib --test linear ;;
+        *) echo --test ops ;;
+    esac
 }
 
-if ! tests_pass; then
+# Takes what `tests_of` answers.
+tests_pass() {
+    cargo test --quiet "$@" >"$copy/log" 2>&1
+}
+
+if ! tests_pass --lib --test linear --test ops; then
     cat "$copy/log"
     echo "the tests fail without any fault" >&2
     exit 2
@@ -72,7 +87,8 @@ while IFS='|' read -r name file find put; do
         continue
     fi
     plant "$file" "$find" "$put"
-    if tests_pass; then
+    # shellcheck disable=SC2046
+    if tests_pass $(tests_of "$file"); then
         echo "MISSED  $name"
         missed=$((missed + 1))
     elif grep -q '^error.*could not compile' "$copy/log"; then
@@ -80,7 +96,7 @@ while IFS='|' read -r name file find put; do
         echo "the fault $name does not compile" >&2
         exit 2
     else
-        echo "caught  $name by $(grep -c '^    [a-z_]*::' "$copy/log") tests"
+        echo "caught  $name by $(grep -c '^    [a-z][a-z0-9_:]*$' "$copy/log") tests"
     fi
     mv "$file.sound" "$file"
 done < <(faults)
