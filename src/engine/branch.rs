@@ -160,13 +160,15 @@ impl Branch {
     }
 
     /// Ends the sample and lets go of the text that was held back. A stop string that is only
-    /// found in it is the reason then.
+    /// found in it, not the number of tokens, is the reason then.
     pub(super) fn end(&mut self, reason: FinishReason) {
         if self.finish.is_some() {
             return;
         }
         self.finish_text();
-        self.finish.get_or_insert(reason);
+        if self.finish.is_none() || reason != FinishReason::Length {
+            self.finish = Some(reason);
+        }
     }
 
     fn finish_text(&mut self) {
