@@ -372,6 +372,13 @@ fn spaces_are_those_of_the_whole_decode() {
         stream(&tokenizer, &[1, 3, 4], true),
         ["Hello", "\u{FFFD}\u{FFFD}"]
     );
+    // What they are so far; half a character is nothing, and a piece that has left is no more.
+    let mut pieces = TextStream::new(tokenizer, true);
+    let waiting = [1, 3, 4, 5, 3, 7].map(|token| {
+        pieces.push(token).unwrap();
+        pieces.waiting().unwrap()
+    });
+    assert_eq!(waiting, ["", "", "", "€", "", ""]);
 }
 
 #[derive(serde::Deserialize)]

@@ -14,6 +14,8 @@ use crate::load::TextStream;
 pub(super) struct Branch {
     text: Option<TextStream>,
     scanner: StopScanner,
+    /// Bytes of the text waiting in `text` that came too early for a stop string.
+    unstoppable: usize,
     /// Tokens generated.
     pub generated: usize,
     /// Sum of the log-probabilities, if they are computed.
@@ -69,6 +71,7 @@ impl Branch {
         Self {
             text: tokenizer.map(|t| TextStream::new(t.clone(), true)),
             scanner: StopScanner::new(request.stop_strings.clone()),
+            unstoppable: 0,
             generated: 0,
             logprob: 0.0,
             tokens: Vec::new(),
@@ -111,9 +114,13 @@ impl Branch {
         }
         if let Some(text) = &mut self.text {
             match text.push(token) {
-                Ok(piece) => self.push_text(&piece.unwrap_or_default(), early),
+                Ok(Some(piece)) => self.push_text(&piece, early),
+                Ok(None) => {}
                 Err(error) => self.end(FinishReason::Failed(error.to_string())),
             }
+        }
+        if self.finish.is_none() {
+            self.look_ahead(early);
         }
         if self.finish.is_none() && self.generated >= rules.max_tokens {
             self.end(FinishReason::Length);
@@ -121,10 +128,13 @@ impl Branch {
     }
 
     fn push_text(&mut self, piece: &str, early: bool) {
-        if early {
-            self.new_text.push_str(piece);
-            return;
-        }
+        let unstoppable = match early {
+            true => piece.len(),
+            false => piece.floor_char_boundary(self.unstoppable),
+        };
+        self.unstoppable = 0;
+        let (old, piece) = piece.split_at(unstoppable);
+        self.new_text.push_str(old);
         let (text, stop) = self.scanner.push(piece);
         self.new_text.push_str(&text);
         if let Some(stop) = stop {
@@ -132,18 +142,41 @@ impl Branch {
         }
     }
 
-    /// Ends the sample and lets go of the text that was held back.
+    /// Ends the sample at a stop string in text that waits in the stream, as a newline does that
+    /// is a byte token: the next token would be one too many, and there may be none.
+    fn look_ahead(&mut self, early: bool) {
+        let Some(text) = self.text.as_ref().filter(|_| self.scanner.has_stops()) else {
+            return;
+        };
+        // What a decoder refuses has no stop string in it.
+        let waiting = text.waiting().unwrap_or_default();
+        if early {
+            self.unstoppable = waiting.len();
+        }
+        let old = waiting.floor_char_boundary(self.unstoppable);
+        if self.scanner.would_stop(&waiting[old..]) {
+            self.finish_text();
+        }
+    }
+
+    /// Ends the sample and lets go of the text that was held back. A stop string that is only
+    /// found in it, not the number of tokens, is the reason then.
     pub(super) fn end(&mut self, reason: FinishReason) {
         if self.finish.is_some() {
             return;
         }
+        self.finish_text();
+        if self.finish.is_none() || reason != FinishReason::Length {
+            self.finish = Some(reason);
+        }
+    }
+
+    fn finish_text(&mut self) {
         if let Some(text) = &mut self.text {
             // What a decoder refuses at the end of a text is no text.
             let rest = text.finish().unwrap_or_default();
-            let (rest, _) = self.scanner.push(&rest);
-            self.new_text.push_str(&rest);
+            self.push_text(&rest, false);
             self.new_text.push_str(&self.scanner.finish());
         }
-        self.finish = Some(reason);
     }
 }

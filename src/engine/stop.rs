@@ -44,6 +44,17 @@ impl StopScanner {
         (std::mem::replace(&mut self.held, rest), None)
     }
 
+    /// Whether there is anything to find.
+    pub(super) fn has_stops(&self) -> bool {
+        !self.stops.is_empty()
+    }
+
+    /// Whether a stop string would be found if this piece came next.
+    pub(super) fn would_stop(&self, piece: &str) -> bool {
+        let text = [&self.held, piece].concat();
+        self.stops.iter().any(|stop| text.contains(stop.as_str()))
+    }
+
     /// The text that was held back.
     pub(super) fn finish(&mut self) -> String {
         std::mem::take(&mut self.held)

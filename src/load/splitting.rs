@@ -53,8 +53,9 @@ const TEKKEN: &str = gpt4o!("", r"\p{N}");
 /// The rule that a GGUF file calls `pre`; `place` names the file in errors. The names are
 /// llama.cpp's (`src/llama-vocab.cpp`), which stand for regular expressions: GPT-2's, alone or
 /// after every digit was set apart, or those above. llama.cpp reads GPT-4o's and Tekken's letter
-/// classes as ASCII's, and so differs where capitals are accented or marks combine. The regular expression of [`ByteLevel`] is
-/// GPT-2's, and `char::is_numeric`, by which [`Digits`] splits, is `\p{N}`.
+/// classes as ASCII's, and so differs where capitals are accented or marks combine. The regular
+/// expression of [`ByteLevel`] is GPT-2's, and `char::is_numeric`, by which [`Digits`] splits, is
+/// `\p{N}`.
 ///
 /// # Errors
 /// [`Error::Unsupported`] for another rule: one that is merely close gives wrong ids without

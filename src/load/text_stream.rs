@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 /// text-generation-inference), and text that ends in U+FFFD waits until a token completes the
 /// character or [`TextStream::finish`] says that none will come. Byte tokens (`<0xE2>`, the
 /// fallback of SentencePiece) wait for the token after them: decoded as a whole, a run of them is
-/// text only if all of it is valid UTF-8.
+/// text only if all of it is valid UTF-8. [`TextStream::waiting`] tells what they are so far.
 ///
 /// A push decodes the tokens since the last piece but one: two or three in ordinary text.
 #[derive(Debug, Clone)]
@@ -65,6 +65,23 @@ impl TextStream {
         self.window.drain(..self.emitted);
         self.emitted = self.window.len();
         Ok(Some(new))
+    }
+
+    /// The text that would be complete if no token came after those pushed, empty if they end
+    /// inside a character. A token that does come may still turn it into U+FFFD. Decodes all
+    /// tokens that wait.
+    ///
+    /// # Errors
+    /// [`Error::Tokenizer`] if the decoder refuses.
+    pub fn waiting(&self) -> Result<String> {
+        if self.window.len() == self.emitted {
+            return Ok(String::new());
+        }
+        let mut text = self.new_text()?;
+        if text.ends_with(char::REPLACEMENT_CHARACTER) {
+            text.clear();
+        }
+        Ok(text)
     }
 
     /// The text that was still waiting, with U+FFFD where the tokens end inside a character.

@@ -128,6 +128,11 @@ impl TokenType {
     pub(super) fn is_added(self) -> bool {
         matches!(self, Self::Unknown | Self::Control | Self::UserDefined)
     }
+
+    /// Whether SentencePiece makes the token by joining others.
+    pub(super) fn is_joined(self) -> bool {
+        matches!(self, Self::Normal | Self::UserDefined | Self::Unused)
+    }
 }
 
 /// The type of each token; all are normal if the file has no types.

@@ -4,7 +4,9 @@ use std::sync::Arc;
 
 use candle_paged_attn::engine::{EngineConfig, FinishReason, HookContext, LogitsHook, Request};
 use tokenizers::Tokenizer;
-use tokenizers::decoders::fuse::Fuse;
+use tokenizers::decoders::{
+    byte_fallback::ByteFallback, fuse::Fuse, sequence::Sequence as Decoders,
+};
 use tokenizers::models::wordlevel::WordLevel;
 
 use crate::hash_lm::{engine, model, request, run};
@@ -35,8 +37,16 @@ impl LogitsHook for Script {
 
 /// The pieces of text of the answer, and why it ended.
 fn say(tokens: &[u32], change: impl FnOnce(&mut Request)) -> (Vec<String>, FinishReason) {
+    say_with(tokenizer(), tokens, change)
+}
+
+fn say_with(
+    tokenizer: Arc<Tokenizer>,
+    tokens: &[u32],
+    change: impl FnOnce(&mut Request),
+) -> (Vec<String>, FinishReason) {
     let mut engine = engine(model(6), 16, 4, EngineConfig::default())
-        .with_tokenizer(tokenizer())
+        .with_tokenizer(tokenizer)
         .with_eos([5]);
     let script = Arc::new(Script(tokens.to_vec()));
     let mut asked = request(&[0], tokens.len()).with_hook(script);
@@ -98,4 +108,58 @@ fn samples_have_texts_of_their_own() {
         let text: String = sample.tokens.iter().map(|&t| PIECES[t as usize]).collect();
         assert_eq!(sample.text, text);
     }
+}
+
+/// Of Llama 2, Mistral and Phi-3: the newline is a byte token, whose text waits for the next
+/// token.
+fn newline_is_a_byte() -> Arc<Tokenizer> {
+    let pieces = ["a", "<0x0A>", "b", "<0xC3>", "<0xBC>", "."];
+    let vocab = (0..).zip(pieces).map(|(id, piece)| (piece.to_string(), id));
+    let words = WordLevel::builder()
+        .vocab(vocab.collect())
+        .unk_token(".".into())
+        .build()
+        .unwrap();
+    let mut tokenizer = Tokenizer::new(words);
+    let decoders = vec![ByteFallback::new().into(), Fuse::default().into()];
+    tokenizer.with_decoder(Some(Decoders::new(decoders)));
+    Arc::new(tokenizer)
+}
+
+#[test]
+fn a_stop_string_of_byte_tokens_ends_the_answer_at_once() {
+    let say = |tokens: &[u32], stop: &str, min_tokens| {
+        let (pieces, finish) = say_with(newline_is_a_byte(), tokens, |r| {
+            r.stop_strings = vec![stop.into()];
+            r.min_tokens = min_tokens;
+        });
+        (pieces.len(), pieces.concat(), finish)
+    };
+    let stopped = |stop: &str| FinishReason::StopString(stop.into());
+    // Two tokens are sampled, not three.
+    assert_eq!(say(&[0, 1, 2], "\n", 0), (2, "a".into(), stopped("\n")));
+    // Nor is it the number of tokens that ends it.
+    assert_eq!(say(&[0, 1], "\n", 0), (2, "a".into(), stopped("\n")));
+    // It may straddle tokens and have more than one byte; half a character is none.
+    assert_eq!(
+        say(&[2, 0, 1, 2], "a\n", 0),
+        (3, "b".into(), stopped("a\n"))
+    );
+    assert_eq!(say(&[0, 3, 4, 2], "ü", 0), (3, "a".into(), stopped("ü")));
+    let broken = "\u{FFFD}";
+    assert_eq!(
+        say(&[0, 3, 4], broken, 0),
+        (3, "aü".into(), FinishReason::Length)
+    );
+    // Only the end of the answer leaves it in halves.
+    assert_eq!(say(&[0, 3], broken, 0), (2, "a".into(), stopped(broken)));
+    // One that came too early ends nothing, neither then nor when its text leaves.
+    assert_eq!(
+        say(&[0, 1, 2, 0], "\n", 3),
+        (4, "a\nba".into(), FinishReason::Length)
+    );
+    assert_eq!(
+        say(&[0, 1, 1, 0], "\n", 3),
+        (3, "a\n".into(), stopped("\n"))
+    );
 }

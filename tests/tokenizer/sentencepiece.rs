@@ -286,6 +286,133 @@ fn vocabularies_that_merges_cannot_express_are_refused() {
     assert!(build(&small(&[("a", -1.0), ("xya", -2.0)]).metadata()).is_ok());
 }
 
+fn refused(golden: &Golden) -> String {
+    let error = build(&golden.metadata()).unwrap_err();
+    assert!(matches!(error, Error::Unsupported { .. }), "{error}");
+    error.to_string()
+}
+
+#[test]
+fn ties_that_merges_cannot_express_are_refused() {
+    let letters = [("a", -9.0), ("b", -9.0), ("c", -9.0), ("d", -9.0)];
+    let with = |more: &[(&'static str, f32)]| small(&[&letters[..], more].concat());
+    // SentencePiece joins the leftmost, whatever the order of the file is.
+    let error = refused(&with(&[("bc", -1.0), ("ab", -1.0)]));
+    for part in ["tokenizer.ggml.scores", "`ab`", "`bc`"] {
+        assert!(error.contains(part), "{error}");
+    }
+    // Zeros are equal, whatever their sign.
+    refused(&with(&[("bc", 0.0), ("ab", -0.0)]));
+    // They do not overlap, but `abc` is there as soon as `ab` is.
+    refused(&with(&[("cd", -1.0), ("ab", -1.0), ("abc", -0.5)]));
+    // Runs of one character, and tokens that never meet.
+    let runs = [("aa", -5.0), ("aaa", -5.0), ("aaaa", -5.0), ("ab", -1.0)];
+    assert!(build(&with(&runs).metadata()).is_ok());
+    assert!(build(&with(&[("ab", -1.0), ("cd", -1.0)]).metadata()).is_ok());
+}
+
+/// SentencePiece's way, step by step: joins the best neighbours, the leftmost of equals.
+fn join(tokens: &[(&str, f32)], text: &str) -> Vec<String> {
+    let mut parts: Vec<String> = text.chars().map(String::from).collect();
+    loop {
+        let mut best: Option<(f32, usize)> = None;
+        for at in 1..parts.len() {
+            let pair = [parts[at - 1].as_str(), &parts[at]].concat();
+            let score = tokens.iter().find(|(t, _)| *t == pair).map(|(_, s)| *s);
+            if let Some(score) = score
+                && best.is_none_or(|(highest, _)| score > highest)
+            {
+                best = Some((score, at));
+            }
+        }
+        let Some((_, at)) = best else { return parts };
+        let right = parts.remove(at);
+        parts[at - 1].push_str(&right);
+    }
+}
+
+#[test]
+fn vocabularies_with_ties_are_joined_as_sentencepiece_joins_or_refused() {
+    const MORE: [&str; 14] = [
+        "ab", "bc", "cd", "da", "ac", "bd", "aa", "aaa", "aaaa", "abc", "bcd", "cda", "aab", "dda",
+    ];
+    let mut rng = StdRng::seed_from_u64(14);
+    let (mut taken, mut tied) = (0, 0);
+    for _ in 0..800 {
+        let mut tokens = vec![("a", -9.0), ("b", -9.0), ("c", -9.0), ("d", -9.0)];
+        for token in MORE {
+            if rng.random_bool(0.35) {
+                tokens.push((token, -(rng.random_range(0..12) as f32)));
+            }
+        }
+        let Ok(tokenizer) = build(&small(&tokens).metadata()) else {
+            continue;
+        };
+        taken += 1;
+        let mut scores: Vec<f32> = tokens[4..].iter().map(|(_, score)| *score).collect();
+        scores.sort_by(f32::total_cmp);
+        tied += usize::from(scores.windows(2).any(|pair| pair[0] == pair[1]));
+        for _ in 0..50 {
+            let text: String = (0..rng.random_range(1..12))
+                .map(|_| ['a', 'b', 'c', 'd'][rng.random_range(0..4)])
+                .collect();
+            let encoding = tokenizer.encode(text.as_str(), false).unwrap();
+            let want = join(&tokens, &text);
+            assert_eq!(encoding.get_tokens(), want, "{tokens:?}: {text}");
+        }
+    }
+    assert!(taken > 200 && tied > 50, "{taken}, {tied} with ties");
+}
+
+/// SentencePiece looks for none of these when it joins.
+#[test]
+fn bytes_and_special_tokens_are_not_made_of_letters() {
+    let mut golden = small(&[
+        ("<", -9.0),
+        ("0x41>", -9.0),
+        ("s>", -9.0),
+        ("x", -9.0),
+        ("<0x41>x", -1.0),
+        ("ab", -1.0),
+        ("a", -9.0),
+        ("b", -9.0),
+    ]);
+    for letter in ["0", "4", "1", ">", "0x", "41>", "41", "s"] {
+        golden.tokens.push(letter.into());
+        golden.scores.push(-2.0 - golden.tokens.len() as f32);
+        golden.types.push(1);
+    }
+    let cut = |golden: &Golden, text: &str| {
+        let encoding = golden.tokenizer().encode(text, false).unwrap();
+        encoding.get_tokens().to_vec()
+    };
+    assert_eq!(cut(&golden, "<0x41>"), ["<", "0x41>"]);
+    // `A` is no token, and its byte is joined to nothing.
+    assert_eq!(cut(&golden, "Ax"), ["<0x41>", "x"]);
+    assert_eq!(cut(&golden, "ab"), ["ab"]);
+    // An unused token would be taken apart again.
+    let ab = golden.id("ab") as usize;
+    golden.types[ab] = 5;
+    let error = refused(&golden);
+    assert!(error.contains("unused token: `ab`"), "{error}");
+    // Unknown and control tokens are found before, or never.
+    for kind in [2, 3] {
+        golden.types[ab] = kind;
+        assert_eq!(cut(&golden, "ab"), ["ab"]);
+    }
+}
+
+/// 1024 bytes are taken.
+#[test]
+fn tokens_that_would_take_too_long_are_refused() {
+    let letter = ("é", -1.0);
+    let long = "é".repeat(512);
+    assert!(build(&small(&[letter, (&long, -2.0)]).metadata()).is_ok());
+    let longer = format!("{long}a");
+    let error = refused(&small(&[letter, (&longer, -2.0)]));
+    assert!(error.contains("1025 bytes"), "{error}");
+}
+
 #[test]
 #[ignore = "needs Gemma's vocabulary: tests/data/README-goldens.md"]
 fn gemma_gives_exactly_the_ids_of_llama_cpp() {
