@@ -246,6 +246,10 @@ fn from_one_file(tiny: &Tiny, weights: &Memory) -> Both {
     Both { candle, ours }
 }
 
+/// Sums have another order than candle's. Where that moves an activation across a rounding edge,
+/// logits differ by a part of what rounding adds to the exact ones: by less than two independent
+/// roundings would. Elsewhere they are equal but for the rounding of f32 sums: for most single
+/// tokens, and for some prompts of 32, whose many activations seldom all stay where they are.
 #[test]
 fn quantised_linears_give_the_logits_of_quantized_llama() {
     for (hidden, kind) in [
@@ -262,8 +266,12 @@ fn quantised_linears_give_the_logits_of_quantized_llama() {
                 tied,
                 ..quantizable(hidden)
             };
-            let mut weights = as_gguf(&tiny, &tiny.weights(47));
+            let mut weights = tiny.weights(47);
+            let mut gguf = as_gguf(&tiny, &weights);
             for part in ["attn_", "ffn_", "output.weight"] {
+                gguf.quantize(part, kind);
+            }
+            for part in ["_proj", "lm_head"] {
                 weights.quantize(part, kind);
             }
             // Q8_0 with 256 columns has a test of its own.
@@ -271,13 +279,27 @@ fn quantised_linears_give_the_logits_of_quantized_llama() {
                 256 => GgmlDType::Q4_0,
                 _ => GgmlDType::Q8_0,
             };
-            weights.quantize("token_embd", embedding);
-            let mut both = from_one_file(&tiny, &weights);
-            for len in [1, 32] {
-                // Sums have another order than candle's. Where that moves an activation across
-                // a rounding edge, the step shows; it must be the exception.
-                let far = both.median_distance(48..53, len, tiny.vocab);
-                assert!(far <= 1e-6, "{kind:?} {hidden}, tied {tied}, {len}: {far}");
+            gguf.quantize("token_embd", embedding);
+            weights.quantize("embed_tokens", embedding);
+            let mut both = from_one_file(&tiny, &gguf);
+            for (len, least_equal) in [(1, 5), (32, 1)] {
+                let mut equal = 0;
+                for seed in 48..57 {
+                    let prompt = tokens(seed, len, tiny.vocab);
+                    let exact = reference::logits(&tiny, &weights, &prompt).split_off(len - 1);
+                    let [candle, ours] = both.last(&prompt).map(|logits| [logits]);
+                    let apart = distance(&ours, &candle);
+                    let noise = distance(&candle, &exact).hypot(distance(&ours, &exact));
+                    assert!(
+                        apart <= 1e-6 || apart <= noise,
+                        "{kind:?} {hidden}, tied {tied}, {len} tokens: {apart}, noise {noise}"
+                    );
+                    equal += usize::from(apart <= 1e-6);
+                }
+                assert!(
+                    equal >= least_equal,
+                    "{kind:?} {hidden}, tied {tied}, {len} tokens: {equal} of 9 are candle's"
+                );
             }
         }
     }
