@@ -154,7 +154,8 @@ impl PagedKvCache {
             .collect()
     }
 
-    /// Events recorded since the last call, if [`CacheConfig::with_events`] asked for them.
+    /// Events recorded since the last call, if
+    /// [`CacheConfig::with_events`](super::CacheConfig::with_events) asked for them.
     pub fn take_events(&self) -> Vec<CacheEvent> {
         self.inner.state().take_events()
     }
