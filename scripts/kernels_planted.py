@@ -98,7 +98,7 @@ FAULTS = [
         if (a.softcap > 0.f) score = capped(a, score);
 """)]),
     ("30b", "the mask forgotten on tensor cores where a tile is open to some", "plain", [
-        (MMA, "min(w.position(w.first_pair) + 1, w.end);", "w.end;")]),
+        (MMA, "min(w.position(a, w.first_pair) + 1, w.end);", "w.end;")]),
     ("31", "sink taken for a key with a value", "plain", [
         (PROBLEM, "return w / (sum * w + weight(sink, top));", "return w / (sum * w);")]),
     ("32", "without causality each query sees no more than up to its own place", "plain", [
