@@ -1,10 +1,11 @@
 //! The whole attention, both kernels, on every instruction set that the machine has, against
 //! the ops made of candle's own: the public op runs the widest only.
 
-use candle_core::{CpuStorage, DType, Device, Storage, Tensor};
+use candle_core::{CpuStorage, DType, Device, Storage, Tensor, bail};
 
 use super::attention::attention_on;
 use super::simd::Isa;
+use crate::error::Result;
 use crate::ops::{AttentionOptions, PageTable, portable};
 
 const BLOCK: usize = 8;
@@ -19,47 +20,52 @@ fn numbers(len: usize, seed: usize) -> Vec<f32> {
 }
 
 /// A table of the sequences with their blocks in no order, and the number of blocks.
-fn table() -> (PageTable, usize) {
+fn table() -> Result<(PageTable, usize)> {
     let pages: Vec<usize> = SEQUENCES
         .iter()
         .map(|(len, _)| len.div_ceil(BLOCK))
         .collect();
     let blocks = pages.iter().sum::<usize>().next_multiple_of(2) + 1;
     let mut order = (0..blocks).map(|i| ((i * 2 + 1) % blocks) as u32);
-    let mut table = PageTable::new(BLOCK).unwrap();
+    let mut table = PageTable::new(BLOCK)?;
     for (&(len, rows), pages) in SEQUENCES.iter().zip(pages) {
         let pages: Vec<u32> = order.by_ref().take(pages).collect();
-        table.push(&pages, 0, len, &vec![-1; rows]).unwrap();
+        table.push(&pages, 0, len, &vec![-1; rows])?;
     }
-    (table, blocks)
+    Ok((table, blocks))
 }
 
-fn check(heads: usize, kv_heads: usize, dim: usize, dtype: DType, options: &AttentionOptions) {
-    let (table, blocks) = table();
+/// The elements of a tensor on the CPU.
+fn elements(tensor: &Tensor) -> candle_core::Result<CpuStorage> {
+    match &*tensor.storage_and_layout().0 {
+        Storage::Cpu(storage) => Ok(storage.clone()),
+        _ => bail!("not on the CPU"),
+    }
+}
+
+fn check(
+    heads: usize,
+    kv_heads: usize,
+    dim: usize,
+    dtype: DType,
+    options: &AttentionOptions,
+) -> Result<()> {
+    let (table, blocks) = table()?;
     let tensor = |shape: &[usize], seed| {
         let data = numbers(shape.iter().product(), seed);
-        Tensor::from_vec(data, shape, &Device::Cpu).unwrap()
+        Tensor::from_vec(data, shape, &Device::Cpu)
     };
-    let q = (tensor(&[table.num_rows(), heads, dim], 1) * 3.0).unwrap();
-    let cache = |seed| {
-        let cache = tensor(&[blocks, BLOCK, kv_heads, dim], seed);
-        cache.to_dtype(dtype).unwrap()
-    };
-    let (k, v) = (cache(2), cache(3));
-    let want = portable::paged_attention(&q, &k, &v, &table, options).unwrap();
-    let want: Vec<f32> = want.flatten_all().unwrap().to_vec1().unwrap();
-    let [q, k, v] = [&q, &k, &v].map(|tensor| tensor.storage_and_layout());
-    let cpu = |storage: &Storage| match storage {
-        Storage::Cpu(storage) => storage.clone(),
-        _ => unreachable!("on the CPU"),
-    };
-    let storages = [&q, &k, &v].map(|(storage, _)| cpu(storage));
+    let q = (tensor(&[table.num_rows(), heads, dim], 1)? * 3.0)?;
+    let cache = |seed| tensor(&[blocks, BLOCK, kv_heads, dim], seed)?.to_dtype(dtype);
+    let (k, v) = (cache(2)?, cache(3)?);
+    let want = portable::paged_attention(&q, &k, &v, &table, options)?;
+    let want: Vec<f32> = want.flatten_all()?.to_vec1()?;
+    let stored = [elements(&q)?, elements(&k)?, elements(&v)?];
+    let layouts = [q.layout(), k.layout(), v.layout()];
     for isa in Isa::all() {
-        let [q, k, v] = [(0, q.1), (1, k.1), (2, v.1)].map(|(i, layout)| (&storages[i], layout));
-        let got = attention_on(isa, q, k, v, &table, options, false).unwrap();
-        let CpuStorage::F32(got) = got else {
-            unreachable!("queries are f32");
-        };
+        let [q, k, v] = [0, 1, 2].map(|i| (&stored[i], layouts[i]));
+        let got = attention_on(isa, q, k, v, &table, options, false)?;
+        let got = got.as_slice::<f32>()?;
         for (row, (got, want)) in got.chunks(dim).zip(want.chunks(dim)).enumerate() {
             let norm = |x: &mut dyn Iterator<Item = f64>| x.map(|x| x * x).sum::<f64>().sqrt();
             let wide = |x: &f32| f64::from(*x);
@@ -71,10 +77,11 @@ fn check(heads: usize, kv_heads: usize, dim: usize, dtype: DType, options: &Atte
             );
         }
     }
+    Ok(())
 }
 
 #[test]
-fn every_dim_group_and_dtype() {
+fn every_dim_group_and_dtype() -> Result<()> {
     for dtype in [DType::F32, DType::F16, DType::BF16] {
         for (heads, kv_heads, dim) in [
             (1, 1, 8),
@@ -86,13 +93,14 @@ fn every_dim_group_and_dtype() {
             (8, 2, 128),
         ] {
             let options = AttentionOptions::new(1.0 / (dim as f32).sqrt());
-            check(heads, kv_heads, dim, dtype, &options);
+            check(heads, kv_heads, dim, dtype, &options)?;
         }
     }
+    Ok(())
 }
 
 #[test]
-fn every_option() {
+fn every_option() -> Result<()> {
     let slopes = |heads: usize| -> Vec<f32> { (1..=heads).map(|i| 0.02 * i as f32).collect() };
     let plain = AttentionOptions::new(0.125);
     for options in [
@@ -106,7 +114,8 @@ fn every_option() {
             .with_alibi_slopes(slopes(6))
             .with_sinks(slopes(6)),
     ] {
-        check(6, 2, 64, DType::F32, &options);
-        check(6, 2, 64, DType::BF16, &options);
+        check(6, 2, 64, DType::F32, &options)?;
+        check(6, 2, 64, DType::BF16, &options)?;
     }
+    Ok(())
 }
