@@ -5,9 +5,11 @@
 //! wrongly therefore shows as a wrong value, not only as a wrong count.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+#[path = "cache_properties/check.rs"]
+mod check;
 mod common;
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
 
 use candle_core::{DType, Device};
 use candle_paged_attn::Error;
@@ -16,7 +18,7 @@ use candle_paged_attn::cache::{
     AddOptions, CacheConfig, CacheSize, CacheSpec, Feed, LayerShape, PagedKvCache, Pin, SequenceId,
     SwapId,
 };
-use common::toy::{Toy, poison, stored_rows, write_step};
+use common::toy::{Toy, poison, write_step};
 use proptest::prelude::*;
 
 #[derive(Debug, Clone)]
@@ -493,77 +495,6 @@ impl World {
             for end in (1..=naive.tokens.len()).filter(|end| end % self.block_size == 0) {
                 self.known
                     .insert((naive.namespace, naive.tokens[..end].to_vec()));
-            }
-        }
-    }
-
-    fn check(&mut self) {
-        self.cache.check_invariants().unwrap();
-        let removed =
-            |event: &(usize, _)| matches!(event.1, candle_paged_attn::block::Event::Removed { .. });
-        self.evicted |= self.cache.take_events().iter().any(removed);
-        assert_eq!(self.cache.num_sequences(), self.live.len());
-        for id in &self.gone {
-            assert!(matches!(
-                self.cache.len(*id),
-                Err(Error::StaleHandle { .. })
-            ));
-        }
-        assert_eq!(self.cache.num_swapped(), self.swapped.len());
-        for swap in &self.spent {
-            assert!(matches!(
-                self.cache.swap_in(*swap),
-                Err(Error::StaleHandle { .. })
-            ));
-        }
-        if self.swapped.is_empty() {
-            let used = |usage: &candle_paged_attn::cache::GroupUsage| usage.host_blocks_used;
-            assert!(self.cache.usage().iter().all(|usage| used(usage) == 0));
-        }
-        self.check_deduplicated();
-        for naive in &self.live {
-            assert_eq!(self.cache.sequence_tokens(naive.id).unwrap(), naive.tokens);
-            for layer in 0..self.windows.len() {
-                let (first, table) = self.cache.block_table(naive.id, self.group(layer)).unwrap();
-                let len = naive.tokens.len();
-                assert_eq!(first + table.len(), len.div_ceil(self.block_size));
-                let visible = self.windows[layer].map_or(0, |w| (len + 1).saturating_sub(w));
-                assert!(
-                    first <= visible / self.block_size,
-                    "a visible block is gone"
-                );
-                let toy = Toy {
-                    seed: naive.namespace,
-                    tokens: naive.tokens.clone(),
-                    new: 0,
-                };
-                assert_eq!(
-                    stored_rows(&self.cache, naive.id, layer),
-                    toy.rows(layer, first * self.block_size)
-                );
-            }
-        }
-    }
-}
-
-impl World {
-    /// With deduplication equal full blocks are one, as long as all that was registered can
-    /// be found.
-    fn check_deduplicated(&self) {
-        if !self.switches.deduplicate || self.evicted || self.swapped_in {
-            return;
-        }
-        for g in 0..self.cache.spec().groups.len() {
-            let mut blocks = HashMap::new();
-            for naive in self.live.iter().filter(|naive| naive.indexed) {
-                let (first, table) = self.cache.block_table(naive.id, g).unwrap();
-                for (logical, block) in (first..).zip(table) {
-                    let end = (logical + 1) * self.block_size;
-                    if let Some(content) = naive.tokens.get(..end) {
-                        let content = (naive.namespace, content);
-                        assert_eq!(*blocks.entry(content).or_insert(block), block);
-                    }
-                }
             }
         }
     }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use candle_paged_attn::engine::{EngineConfig, FinishReason, HookContext, LogitsHook, Request};
 use tokenizers::Tokenizer;
 use tokenizers::decoders::{
-    byte_fallback::ByteFallback, fuse::Fuse, sequence::Sequence as Decoders,
+    DecoderWrapper, byte_fallback::ByteFallback, fuse::Fuse, sequence::Sequence as Decoders,
 };
 use tokenizers::models::wordlevel::WordLevel;
 
@@ -14,14 +14,19 @@ use crate::hash_lm::{engine, model, request, run};
 const PIECES: [&str; 6] = ["a", "bE", "N", "Dc", "ü", "."];
 
 fn tokenizer() -> Arc<Tokenizer> {
-    let vocab = (0..).zip(PIECES).map(|(id, piece)| (piece.to_string(), id));
+    of_pieces(PIECES, Fuse::default())
+}
+
+/// Token `i` is piece `i`.
+fn of_pieces(pieces: [&str; 6], decoder: impl Into<DecoderWrapper>) -> Arc<Tokenizer> {
+    let vocab = (0..).zip(pieces).map(|(id, piece)| (piece.to_string(), id));
     let words = WordLevel::builder()
         .vocab(vocab.collect())
         .unk_token(".".into())
         .build()
         .unwrap();
     let mut tokenizer = Tokenizer::new(words);
-    tokenizer.with_decoder(Some(Fuse::default()));
+    tokenizer.with_decoder(Some(decoder));
     Arc::new(tokenizer)
 }
 
@@ -114,16 +119,8 @@ fn samples_have_texts_of_their_own() {
 /// token.
 fn newline_is_a_byte() -> Arc<Tokenizer> {
     let pieces = ["a", "<0x0A>", "b", "<0xC3>", "<0xBC>", "."];
-    let vocab = (0..).zip(pieces).map(|(id, piece)| (piece.to_string(), id));
-    let words = WordLevel::builder()
-        .vocab(vocab.collect())
-        .unk_token(".".into())
-        .build()
-        .unwrap();
-    let mut tokenizer = Tokenizer::new(words);
     let decoders = vec![ByteFallback::new().into(), Fuse::default().into()];
-    tokenizer.with_decoder(Some(Decoders::new(decoders)));
-    Arc::new(tokenizer)
+    of_pieces(pieces, Decoders::new(decoders))
 }
 
 #[test]

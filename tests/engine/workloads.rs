@@ -9,7 +9,7 @@ use candle_paged_attn::engine::{Answer, EngineConfig, FinishReason, Preemption, 
 use candle_paged_attn::models::CausalLm;
 
 use crate::common::Rng;
-use crate::hash_lm::{assert_empty, engine_of, model, prompt, request, step_into};
+use crate::hash_lm::{HashLm, assert_empty, engine_of, model, prompt, request, step_into};
 use crate::random_llama;
 
 const VOCAB: usize = 24;
@@ -196,6 +196,13 @@ impl Seen {
     }
 }
 
+/// What the toy says to a request alone. Its logits are exact: no token was a close one.
+fn exact(lm: &HashLm, asked: &Asked) -> Vec<(u32, f32)> {
+    let tokens = lm.greedy(&asked.prompt, asked.max_tokens);
+    let margins = tokens.into_iter().map(|token| (token, f32::INFINITY));
+    margins.collect()
+}
+
 /// The toy's logits are exact, so every token has to be right.
 #[test]
 fn two_hundred_random_workloads() {
@@ -207,13 +214,7 @@ fn two_hundred_random_workloads() {
             lm.windows = vec![Some(1 + rng.below(12)), None];
         }
         let lm = Arc::new(lm);
-        let alone = |asked: &Asked| {
-            let tokens = lm.greedy(&asked.prompt, asked.max_tokens);
-            tokens
-                .into_iter()
-                .map(|token| (token, f32::INFINITY))
-                .collect()
-        };
+        let alone = |asked: &Asked| exact(&lm, asked);
         let workload = workload(seed, &mut rng, &lm.windows);
         play(seed, &mut rng, lm.clone(), workload, alone, &mut seen);
     }
@@ -239,13 +240,7 @@ fn two_hundred_random_workloads_on_layer_groups() {
                 _ => [Some(window), None].repeat(2),
             };
             let lm = Arc::new(lm);
-            let alone = |asked: &Asked| {
-                let tokens = lm.greedy(&asked.prompt, asked.max_tokens);
-                tokens
-                    .into_iter()
-                    .map(|token| (token, f32::INFINITY))
-                    .collect()
-            };
+            let alone = |asked: &Asked| exact(&lm, asked);
             let workload = workload(seed, &mut rng, &lm.windows);
             play(seed, &mut rng, lm.clone(), workload, alone, &mut seen);
         }

@@ -220,3 +220,24 @@ pub fn distance(got: &[Vec<f32>], want: &[Vec<f32>]) -> f64 {
     }
     worst
 }
+
+/// What llama.cpp calls a tensor of a llama checkpoint.
+pub fn ggml_name(hf: &str) -> String {
+    [
+        ("model.embed_tokens", "token_embd"),
+        ("model.norm", "output_norm"),
+        ("lm_head", "output"),
+        ("model.layers.", "blk."),
+        ("input_layernorm", "attn_norm"),
+        ("post_attention_layernorm", "ffn_norm"),
+        ("self_attn.q_proj", "attn_q"),
+        ("self_attn.k_proj", "attn_k"),
+        ("self_attn.v_proj", "attn_v"),
+        ("self_attn.o_proj", "attn_output"),
+        ("mlp.gate_proj", "ffn_gate"),
+        ("mlp.up_proj", "ffn_up"),
+        ("mlp.down_proj", "ffn_down"),
+    ]
+    .iter()
+    .fold(hf.to_string(), |name, (hf, ggml)| name.replace(hf, ggml))
+}

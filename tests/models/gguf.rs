@@ -12,7 +12,7 @@ use candle_transformers::models::quantized_llama::ModelWeights;
 use gguf_file::Value;
 use serde_json::json;
 
-use crate::checkpoint::{Memory, Tiny, distance, tokens};
+use crate::checkpoint::{Memory, Tiny, distance, ggml_name, tokens};
 use crate::reference::{self, Reference, frequencies};
 use crate::run::{in_chunks, load};
 
@@ -59,25 +59,7 @@ fn as_gguf(tiny: &Tiny, weights: &Memory) -> Memory {
             _ => None,
         };
         let tensor = heads.map_or(tensor.clone(), |heads| permuted(&tensor, heads));
-        let mut name = name;
-        for (hf, ggml) in [
-            ("model.embed_tokens", "token_embd"),
-            ("model.norm", "output_norm"),
-            ("lm_head", "output"),
-            ("model.layers.", "blk."),
-            ("input_layernorm", "attn_norm"),
-            ("post_attention_layernorm", "ffn_norm"),
-            ("self_attn.q_proj", "attn_q"),
-            ("self_attn.k_proj", "attn_k"),
-            ("self_attn.v_proj", "attn_v"),
-            ("self_attn.o_proj", "attn_output"),
-            ("mlp.gate_proj", "ffn_gate"),
-            ("mlp.up_proj", "ffn_up"),
-            ("mlp.down_proj", "ffn_down"),
-        ] {
-            name = name.replace(hf, ggml);
-        }
-        gguf.insert(name, tensor);
+        gguf.insert(ggml_name(&name), tensor);
     }
     gguf
 }

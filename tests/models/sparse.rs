@@ -8,6 +8,8 @@ use std::path::Path;
 
 use serde_json::{Map, Value, json};
 
+use crate::checkpoint::ggml_name;
+
 pub const LAYERS: usize = 32;
 pub const HIDDEN: usize = 4096;
 const INNER: usize = 11_008;
@@ -147,25 +149,7 @@ impl Gguf {
     pub fn llama() -> Self {
         let mut tensors = BTreeMap::new();
         for (name, (_, shape)) in Checkpoint::llama().tensors {
-            let mut name = name;
-            for (hf, ggml) in [
-                ("model.embed_tokens", "token_embd"),
-                ("model.norm", "output_norm"),
-                ("lm_head", "output"),
-                ("model.layers.", "blk."),
-                ("input_layernorm", "attn_norm"),
-                ("post_attention_layernorm", "ffn_norm"),
-                ("self_attn.q_proj", "attn_q"),
-                ("self_attn.k_proj", "attn_k"),
-                ("self_attn.v_proj", "attn_v"),
-                ("self_attn.o_proj", "attn_output"),
-                ("mlp.gate_proj", "ffn_gate"),
-                ("mlp.up_proj", "ffn_up"),
-                ("mlp.down_proj", "ffn_down"),
-            ] {
-                name = name.replace(hf, ggml);
-            }
-            tensors.insert(name, (F16, shape));
+            tensors.insert(ggml_name(&name), (F16, shape));
         }
         let counts = [
             ("embedding_length", HIDDEN),
