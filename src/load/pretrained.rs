@@ -245,7 +245,7 @@ fn read(
 ) -> Result<Decoder> {
     let weights = Observed::new(weights, tensors, &options.progress);
     let dtype = options.dtype.unwrap_or(DType::F32);
-    Decoder::load(spec, &weights, dtype, &options.device)
+    Decoder::load_checked(spec, &weights, dtype, &options.device)
 }
 
 /// Refuses a tokenizer with more tokens than the embedding has rows. Tokens added later are

@@ -67,6 +67,17 @@ impl Decoder {
             });
         }
         spec.check_weights(weights)?;
+        Self::load_checked(spec, weights, dtype, device)
+    }
+
+    /// [`Self::load`] of weights that [`ModelSpec::check_weights`] has accepted, in a dtype that
+    /// is one of the three.
+    pub(crate) fn load_checked(
+        spec: ModelSpec,
+        weights: &dyn WeightSource,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Self> {
         let names = spec.names;
         let loader = Loader {
             weights,
