@@ -141,4 +141,5 @@ fi
 tests_on max --lib ops::
 tests_on max --test attention --test cascade --test linear --test ops
 tests_on cortex-a53 --lib ops::cpu
-tests_on cortex-a53 --test linear
+# candle's own products of block formats use an instruction that this CPU lacks.
+tests_on cortex-a53 --test linear -- --skip product_of_candle
