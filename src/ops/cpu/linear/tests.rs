@@ -147,7 +147,7 @@ impl ByteTask for Product<'_, &Blocks, &Activations> {
         let mut room = self.room();
         let tiles = BlockTiles {
             weight: self.weight,
-            tiles: 0..self.out.div_ceil(blocks::TILE),
+            tiles: 0..self.out.div_ceil(tiles::TILE),
             x: self.x,
             out: Out::new(&mut room, self.out),
         };
