@@ -81,41 +81,30 @@ struct Superblock {
 
 impl Superblock {
     fn read(format: SuperFormat, bytes: &[u8]) -> Self {
-        let number = |at: usize| f16::from_le_bytes([bytes[at], bytes[at + 1]]);
-        let mut quants = [0; SUPER];
-        let mut scales = [0; 16];
-        let mut minima = [0; 8];
-        if format == SuperFormat::Q6K {
-            let (lows, rest) = bytes.split_at(SUPER / 2);
-            let (tops, rest) = rest.split_at(SUPER / 4);
-            // A byte of tops is for four weights 32 apart.
-            for (i, quant) in quants.iter_mut().enumerate() {
-                let (half, quarter, at) = (i / 128, i / 32 % 4, i % 32);
-                let low = lows[64 * half + 32 * (quarter % 2) + at] >> (4 * (quarter / 2)) & 15;
-                let top = tops[32 * half + at] >> (2 * quarter) & 3;
-                *quant = low | top << 4;
-            }
-            for (scale, &byte) in scales.iter_mut().zip(rest) {
-                *scale = byte as i8;
-            }
-            return Self {
-                quants,
-                scales,
-                minima,
-                unit: number(SUPER / 2 + SUPER / 4 + SUPER / 16),
-                minimum_unit: f16::ZERO,
-            };
+        match format {
+            SuperFormat::Q4K | SuperFormat::Q5K => Self::with_minima(bytes),
+            SuperFormat::Q6K => Self::of_six_bits(bytes),
         }
-        let (tops, lows) = bytes[16..].split_at(bytes.len() - 16 - SUPER / 2);
-        for (i, quant) in quants.iter_mut().enumerate() {
-            let (span, at) = (i / 32, i % 32);
-            *quant = lows[32 * (span / 2) + at] >> (4 * (span % 2)) & 15;
-            if let Some(tops) = tops.get(at) {
-                *quant |= (tops >> span & 1) << 4;
+    }
+
+    /// Units, scales and minima, tops of 5 bits, half-bytes.
+    fn with_minima(bytes: &[u8]) -> Self {
+        let (numbers, rest) = bytes.split_at(2 + 2 + 12);
+        let (tops, nibbles) = rest.split_at(rest.len() - SUPER / 2);
+        let mut quants = [0; SUPER];
+        // Half-bytes are of two spans, the bits of a byte of tops of all eight.
+        for (i, quants) in quants.as_chunks_mut::<32>().0.iter_mut().enumerate() {
+            let nibbles = &nibbles[i / 2 * 32..];
+            for (quant, nibbles) in quants.iter_mut().zip(nibbles) {
+                *quant = nibbles >> (i % 2 * 4) & 15;
+            }
+            for (quant, tops) in quants.iter_mut().zip(tops) {
+                *quant |= (tops >> i & 1) << 4;
             }
         }
         // Six bits each: of the last four the upper two lie above those of the first four.
-        let packed = &bytes[4..16];
+        let packed = &numbers[4..];
+        let (mut scales, mut minima) = ([0; 16], [0; 8]);
         for i in 0..4 {
             scales[i] = (packed[i] & 63) as i8;
             minima[i] = (packed[4 + i] & 63) as i8;
@@ -126,8 +115,37 @@ impl Superblock {
             quants,
             scales,
             minima,
-            unit: number(0),
-            minimum_unit: number(2),
+            unit: f16::from_le_bytes([numbers[0], numbers[1]]),
+            minimum_unit: f16::from_le_bytes([numbers[2], numbers[3]]),
+        }
+    }
+
+    /// Half-bytes, tops, scales, unit.
+    fn of_six_bits(bytes: &[u8]) -> Self {
+        let (nibbles, rest) = bytes.split_at(SUPER / 2);
+        let (tops, rest) = rest.split_at(SUPER / 4);
+        let (numbers, unit) = rest.split_at(SUPER / 16);
+        let mut quants = [0; SUPER];
+        // In each half of the superblock a byte of tops is of four weights 32 apart, a byte of
+        // half-bytes of two weights 64 apart.
+        for (i, quants) in quants.as_chunks_mut::<32>().0.iter_mut().enumerate() {
+            let (half, quarter) = (i / 4, i % 4);
+            let nibbles = &nibbles[64 * half + 32 * (quarter % 2)..];
+            let tops = &tops[32 * half..];
+            for (quant, (nibbles, tops)) in quants.iter_mut().zip(nibbles.iter().zip(tops)) {
+                *quant = nibbles >> (quarter / 2 * 4) & 15 | (tops >> (2 * quarter) & 3) << 4;
+            }
+        }
+        let mut scales = [0; 16];
+        for (scale, &byte) in scales.iter_mut().zip(numbers) {
+            *scale = byte as i8;
+        }
+        Self {
+            quants,
+            scales,
+            minima: [0; 8],
+            unit: f16::from_le_bytes([unit[0], unit[1]]),
+            minimum_unit: f16::ZERO,
         }
     }
 }
@@ -224,11 +242,11 @@ impl Superblocks {
             let at = out / TILE * self.blocks * (SUPER / span) + i;
             let unit = self.units[block * TILE + lane].to_f32();
             let scale = unit * f32::from(self.scales[at * TILE + lane]);
-            let minimum = match self.format {
-                SuperFormat::Q6K => 32.0 * scale,
+            let (offset, minimum) = match self.format {
+                SuperFormat::Q6K => (32.0, 0.0),
                 SuperFormat::Q4K | SuperFormat::Q5K => {
                     let unit = self.minimum_units[block * TILE + lane].to_f32();
-                    unit * f32::from(self.minima[at * TILE + lane])
+                    (0.0, unit * f32::from(self.minima[at * TILE + lane]))
                 }
             };
             let packed = self.quants[at * width..][..width].as_chunks::<4>().0;
@@ -240,7 +258,7 @@ impl Superblocks {
             for (g, packed) in packed.enumerate() {
                 for j in 0..4 {
                     let top = |half: usize| (top_bytes[j] >> (tops * (2 * g + half)) & mask) << 4;
-                    let weight = |quant: u8| f32::from(quant) * scale - minimum;
+                    let weight = |quant: u8| (f32::from(quant) - offset) * scale - minimum;
                     row[4 * g + j] = weight(packed[j] & 15 | top(0));
                     row[span / 2 + 4 * g + j] = weight(packed[j] >> 4 | top(1));
                 }
