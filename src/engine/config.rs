@@ -144,7 +144,7 @@ impl Limits {
             return Err(refuse("samples or beams", rule, width));
         }
         for (group, &blocks) in self.spec.groups.iter().zip(&self.blocks) {
-            let needed = group.blocks_held(prompt + 1, self.block_size);
+            let needed = group.blocks_on_the_way(prompt + 1, self.block_size);
             if needed > blocks {
                 return Err(Error::OutOfBlocks {
                     op: OP,
