@@ -13,7 +13,8 @@ pub enum Preemption {
     /// They are moved to host memory. If the cache has none, or it is full, as `Recompute`.
     Swap,
     /// `Swap` where moving the blocks out and in takes less time than computing their tokens
-    /// would, by what both have taken so far; else `Recompute`.
+    /// would, by what both have taken so far (tokens in steps that were mostly prompts, which
+    /// computing again is like); else `Recompute`.
     ///
     /// Both costs grow with the length of the sequence, so neither is right for every machine
     /// and model: a large model makes tokens dear, and a slow bus makes bytes dear.

@@ -31,8 +31,9 @@ use crate::models::CausalLm;
 /// not on preemptions, not on cached prefixes (as far as the model gives the same logits for
 /// the same tokens: within rounding, see the design of the ops).
 ///
-/// The engine owns the sequences it makes in the cache. Others may use the cache between
-/// steps; what they hold is missing from the pool.
+/// The engine owns the sequences it makes in the cache, and gives them back when it is dropped.
+/// Others may use the cache between steps; what they hold is missing from the pool. Where they
+/// [clear](PagedKvCache::clear) it, all that runs is computed anew.
 ///
 /// Continuous batching is from Orca (Yu et al. 2022), chunked prefill from Sarathi-Serve
 /// (Agrawal et al. 2024).

@@ -32,7 +32,8 @@ impl<M: CausalLm + ?Sized> Engine<M> {
     /// # Errors
     /// What the model answers, and [`Error::PlanOutstanding`] if somebody else holds a plan of
     /// the cache. Nothing is lost then: the next step tries the same tokens again. See
-    /// [`fail_step`](Self::fail_step).
+    /// [`fail_step`](Self::fail_step). What goes wrong once they are computed, while the next
+    /// ones are chosen, ends its request as [`FinishReason::Failed`].
     pub fn step(&mut self) -> Result<Vec<Output>> {
         self.last_step.clear();
         if let Some((chunks, plan)) = self.reserve()? {
