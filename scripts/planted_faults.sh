@@ -44,6 +44,11 @@ linear_scale_of_another_output|src/ops/cpu/linear/blocks.rs|self.scales[at * TIL
 linear_scales_of_the_first_lanes|src/ops/cpu/linear/blocks.rs|tile.scales.as_ptr().add(at)|tile.scales.as_ptr().add(block * TILE)
 linear_offset_left_out|src/ops/cpu/linear/blocks.rs|if !MINIMA && offset != 0 {|if !MINIMA && offset == 1 {
 linear_avx2_sign_left_out|src/ops/cpu/linear/registers.rs|_mm256_sign_epi8(x, weights)|x
+linear_minimum_of_another_span|src/ops/cpu/linear/superblocks.rs|tile.minima.as_ptr().add(at * TILE + lane)|tile.minima.as_ptr().add(block * spans * TILE + lane)
+linear_offset_of_six_bits|src/ops/cpu/linear/superblocks.rs|(simd, -32.0)|(simd, -31.0)
+linear_upper_bits_of_a_scale|src/ops/cpu/linear/superblocks.rs|packed[4 + i] >> 6 << 4|packed[i] >> 6 << 4
+linear_product_of_another_row|src/ops/cpu/linear/superblocks.rs|simd.mul_add(dots[r], scale, products[r])|simd.mul_add(dots[0], scale, products[r])
+linear_tops_of_the_lower_half|src/ops/cpu/linear/registers.rs|top::<BITS>(tops, at + BITS)|top::<BITS>(tops, at)
 linear_last_input_lost|src/ops/cpu/linear/dense.rs|for i in 0..inp {|for i in 0..inp / 2 * 2 {
 LIST
 }

@@ -272,6 +272,11 @@ impl PagedKvCache {
         let _ = self.inner.state().discard(sequence);
     }
 
+    /// The number of times that the cache was cleared.
+    pub(crate) fn epoch(&self) -> u64 {
+        self.inner.state().epoch
+    }
+
     /// Keeps the full blocks of a sequence cached, whatever happens to it, until
     /// [`unpin`](Self::unpin): for system prompts.
     ///
