@@ -270,6 +270,14 @@ impl<T: Element> Matrix<'_, T> {
         start..visible(mask, last, len).end.min(chunk.end).max(start)
     }
 
+    /// Keys that all of some query rows see.
+    fn keys_of_all(&self, rows: Range<usize>) -> Range<usize> {
+        let (mask, len) = (self.call.options.mask, self.plan.len);
+        let first = visible(mask, self.plan.position(rows.start), len);
+        let last = visible(mask, self.plan.position(rows.end - 1), len);
+        last.start..first.end
+    }
+
     #[inline(always)]
     fn start<S: Simd>(&mut self) {
         let dim = self.call.k_dim;
@@ -345,6 +353,7 @@ impl<T: Element> Matrix<'_, T> {
     fn finish_scores<S: Simd>(&mut self, block: &Block<S>, seen: &Range<usize>) {
         let (options, width) = (self.call.options, block.width());
         let lanes = block.lane..block.lanes().end.min(self.lanes());
+        let all_see = self.keys_of_all(self.rows_of(block));
         let scores = &mut self.scores[..seen.len() * width];
         if let Some(cap) = options.softcap {
             cap_scores(scores, cap);
@@ -363,17 +372,17 @@ impl<T: Element> Matrix<'_, T> {
                 }
             }
         }
+        if all_see.start <= seen.start && seen.end <= all_see.end {
+            return;
+        }
         for (i, lane) in lanes.enumerate() {
             let row = self.rows.start + lane / self.call.group;
             let keys = visible(options.mask, self.plan.position(row), self.plan.len);
             // By assignment, so that whatever was there does not matter.
-            for hidden in [
-                seen.start..keys.start.min(seen.end),
-                keys.end.max(seen.start)..seen.end,
-            ] {
-                for key in hidden {
-                    scores[(key - seen.start) * width + i] = f32::NEG_INFINITY;
-                }
+            let before = seen.start..keys.start.min(seen.end);
+            let behind = keys.end.max(seen.start)..seen.end;
+            for key in before.chain(behind) {
+                scores[(key - seen.start) * width + i] = f32::NEG_INFINITY;
             }
         }
     }

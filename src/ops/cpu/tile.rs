@@ -19,8 +19,8 @@ pub(super) const REGISTERS: usize = 3;
 const STEP: usize = 8;
 
 /// `scores[j] = q · k[j]` for a block of `R` registers of matrix rows: `q` is `[dim, block]`,
-/// `scores` `[keys, block]`, where the keys are those of `k` and up to [`STEP`] more, for which
-/// the last stands in.
+/// `scores` `[keys, block]`, with room for a multiple of 16 keys. Behind the last of `k` it stands
+/// in, and nobody looks at those scores.
 ///
 /// # Safety
 /// Each of `k` points at `dim` elements.
@@ -34,7 +34,9 @@ pub(super) unsafe fn multiply_keys<S: Simd, T, const R: usize>(
 ) {
     // SAFETY: the caller's promise.
     unsafe {
-        if S::MANY_REGISTERS {
+        if S::MANY_REGISTERS && R == 1 {
+            keys::<S, T, R, 16>(simd, q, k, scores, ahead);
+        } else if S::MANY_REGISTERS {
             keys::<S, T, R, 8>(simd, q, k, scores, ahead);
         } else {
             keys::<S, T, R, 4>(simd, q, k, scores, ahead);
@@ -104,7 +106,10 @@ pub(super) unsafe fn multiply_values<S: Simd, T, const R: usize>(
 ) {
     // SAFETY: the caller's promise.
     unsafe {
-        if S::MANY_REGISTERS {
+        let dim = sums.len() / (R * S::LANES);
+        if S::MANY_REGISTERS && R == 1 && dim.is_multiple_of(16) {
+            values::<S, T, R, 16>(simd, weights, v, shrink, sums, ahead);
+        } else if S::MANY_REGISTERS {
             values::<S, T, R, 8>(simd, weights, v, shrink, sums, ahead);
         } else {
             values::<S, T, R, 4>(simd, weights, v, shrink, sums, ahead);
