@@ -16,6 +16,7 @@ const BLOCK: usize = 16;
 pub fn bench(report: &mut Report) -> Result<()> {
     allocate_and_free(report)?;
     look_up(report)?;
+    look_up_in_memory(report)?;
     plan_and_commit(report)
 }
 
@@ -53,38 +54,74 @@ fn allocate_and_free(report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-/// Prompts of 4,096 cached tokens.
+/// Prompts whose blocks are all findable.
+struct Cached {
+    blocks: BlockAllocator,
+    prompts: Vec<Vec<u32>>,
+}
+
+impl Cached {
+    /// `prompts` prompts of [`Self::LEN`] tokens.
+    fn new(prompts: usize) -> Result<Self> {
+        let mut blocks = BlockAllocator::new(prompts * Self::BLOCKS, BLOCK)?;
+        let prompts: Vec<Vec<u32>> = (0..prompts as u32)
+            .map(|p| (0..Self::LEN as u32).map(|t| p * 7919 + t).collect())
+            .collect();
+        for prompt in &prompts {
+            let mut table = Vec::new();
+            blocks.allocate(Self::BLOCKS, &mut table)?;
+            let mut parent = None;
+            for (tokens, &block) in prompt.chunks(BLOCK).zip(&table) {
+                parent = blocks.register(&Namespace::default(), parent, tokens, block)?;
+            }
+        }
+        Ok(Self { blocks, prompts })
+    }
+
+    const LEN: usize = 4096;
+    const BLOCKS: usize = Self::LEN / BLOCK;
+
+    fn look_up(&self) -> Result<()> {
+        for prompt in &self.prompts {
+            let hits = (self.blocks).lookup(&Namespace::default(), prompt, Self::BLOCKS);
+            anyhow::ensure!(hits.len() == Self::BLOCKS, "{} hits", hits.len());
+        }
+        Ok(())
+    }
+}
+
+/// Prompts that the caches hold.
 fn look_up(report: &mut Report) -> Result<()> {
     const NAME: &str = "look up a cached block of 16 tokens, ns";
     const PROMPTS: usize = 32;
-    const LEN: usize = 4096;
     if !report.wants(NAME) {
         return Ok(());
     }
-    let per_prompt = LEN / BLOCK;
-    let mut blocks = BlockAllocator::new(PROMPTS * per_prompt, BLOCK)?;
-    let namespace = Namespace::default();
-    let prompts: Vec<Vec<u32>> = (0..PROMPTS as u32)
-        .map(|p| (0..LEN as u32).map(|t| p * 7919 + t).collect())
-        .collect();
-    for prompt in &prompts {
-        let mut table = Vec::new();
-        blocks.allocate(per_prompt, &mut table)?;
-        let mut parent = None;
-        for (tokens, &block) in prompt.chunks(BLOCK).zip(&table) {
-            parent = blocks.register(&namespace, parent, tokens, block)?;
-        }
-    }
-    let run = timed(|| {
-        for prompt in &prompts {
-            let hits = blocks.lookup(&namespace, prompt, per_prompt);
-            anyhow::ensure!(hits.len() == per_prompt, "{} hits", hits.len());
-        }
-        Ok(())
-    });
-    let times = take_turns(report.rounds, &mut [run])?;
-    let looked_up = (PROMPTS * per_prompt) as f64;
+    let cached = Cached::new(PROMPTS)?;
+    let times = take_turns(report.rounds, &mut [timed(|| cached.look_up())])?;
+    let looked_up = (PROMPTS * Cached::BLOCKS) as f64;
     absolute(report, NAME, 60.0, 1e-9 * looked_up, &times);
+    Ok(())
+}
+
+/// More prompts than any cache holds: 64 MB of tokens, which are compared with as many in the
+/// index.
+fn look_up_in_memory(report: &mut Report) -> Result<()> {
+    const NAME: &str = "look up 64 MB of cached tokens / plain read of both sides";
+    const PROMPTS: usize = 4096;
+    if !report.wants(NAME) {
+        return Ok(());
+    }
+    let cached = Cached::new(PROMPTS)?;
+    let read = timed(|| {
+        let tokens = cached.prompts.iter().chain(&cached.prompts).flatten();
+        Ok(tokens.fold(0, |sum, &token| sum ^ token))
+    });
+    let times = take_turns(
+        report.rounds.min(7),
+        &mut [timed(|| cached.look_up()), read],
+    )?;
+    report.ratio(NAME, None, &times, 1, 1.0);
     Ok(())
 }
 

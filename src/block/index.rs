@@ -115,7 +115,22 @@ impl<S: BuildHasher> PrefixIndex<S> {
     }
 
     /// The node of exactly this content.
+    ///
+    /// Most content has one continuation, and nodes that were made one after the other lie one
+    /// after the other: so the oldest child is tried first, which for a long prompt reads
+    /// memory in order and computes no hash.
     pub(super) fn find(&self, key: Key<'_>) -> Option<u32> {
+        let oldest = match key.parent {
+            NIL => NIL,
+            parent => self.nodes[parent as usize].children.head(),
+        };
+        if oldest != NIL && self.tokens(oldest) == key.tokens {
+            return (self.nodes[oldest as usize].namespace == *key.namespace).then_some(oldest);
+        }
+        self.find_by_hash(key)
+    }
+
+    fn find_by_hash(&self, key: Key<'_>) -> Option<u32> {
         let hash = self.hash(key);
         let mut slot = self.buckets[self.bucket(hash)];
         while slot != NIL {
@@ -436,7 +451,7 @@ impl<S: BuildHasher> PrefixIndex<S> {
                 parent: node.parent,
                 tokens: self.tokens(slot),
             };
-            if self.find(key) != Some(slot) {
+            if self.find_by_hash(key) != Some(slot) {
                 return broken("it is found by its namespace, parent and tokens");
             }
             live += 1;

@@ -12,6 +12,8 @@
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+#[cfg(target_arch = "aarch64")]
+mod neon;
 mod plain;
 
 use half::{bf16, f16};
@@ -19,6 +21,8 @@ use half::{bf16, f16};
 #[cfg(target_arch = "x86_64")]
 pub(super) use {avx2::Avx2, avx512::Avx512};
 
+#[cfg(target_arch = "aarch64")]
+pub(super) use neon::Neon;
 pub(super) use plain::Plain;
 
 /// The largest [`Simd::LANES`].
@@ -82,6 +86,8 @@ pub(super) enum Isa {
     Avx512(Avx512),
     #[cfg(target_arch = "x86_64")]
     Avx2(Avx2),
+    #[cfg(target_arch = "aarch64")]
+    Neon(Neon),
     Plain,
 }
 
@@ -97,6 +103,10 @@ impl Isa {
                 return Self::Avx2(simd);
             }
         }
+        #[cfg(target_arch = "aarch64")]
+        if let Some(simd) = Neon::detect() {
+            return Self::Neon(simd);
+        }
         Self::Plain
     }
 
@@ -109,6 +119,8 @@ impl Isa {
             all.extend(Avx2::detect().map(Self::Avx2));
             all.extend(Avx512::detect().map(Self::Avx512));
         }
+        #[cfg(target_arch = "aarch64")]
+        all.extend(Neon::detect().map(Self::Neon));
         all
     }
 
@@ -119,6 +131,8 @@ impl Isa {
             Self::Avx512(simd) => simd.run(task),
             #[cfg(target_arch = "x86_64")]
             Self::Avx2(simd) => simd.run(task),
+            #[cfg(target_arch = "aarch64")]
+            Self::Neon(simd) => simd.run(task),
             Self::Plain => task.run(Plain),
         }
     }

@@ -5,6 +5,7 @@
 
 use std::ops::Range;
 
+use super::super::ahead::LINE;
 use super::super::element::Element;
 use super::super::simd::{Simd, Task};
 use super::Out;
@@ -12,6 +13,10 @@ use super::aligned::{Aligned, Plain};
 
 /// Outputs of a tile: two of the widest registers.
 pub(super) const TILE: usize = 32;
+
+/// How far ahead weights are fetched, in bytes: still in the first cache level when they are
+/// needed, beside rows of `x`.
+pub(super) const AHEAD: usize = 8 << 10;
 
 /// `[tiles][inp][TILE]`, the last tile filled up with zeros.
 pub(super) struct Dense<T> {
@@ -96,7 +101,8 @@ impl<T: Element + Plain> DenseTiles<'_, T> {
     ) -> usize {
         let mut sums = [[0.0; TILE]; ROWS];
         for column in (0..TILE).step_by(2 * S::LANES) {
-            let both = columns::<S, T, ROWS>(simd, weights, x, self.weight.inp, column);
+            let fetch = ROWS >= 4 && row == 0;
+            let both = columns::<S, T, ROWS>(simd, weights, x, self.weight.inp, column, fetch);
             for r in 0..ROWS {
                 for (i, sum) in both[r].into_iter().enumerate() {
                     // SAFETY: `column + 2 * LANES <= TILE`.
@@ -114,6 +120,9 @@ impl<T: Element + Plain> DenseTiles<'_, T> {
 
 /// The sums of two registers of outputs. Each is one chain over `inp`, whatever `ROWS` is: so
 /// a row has the same bits alone and in any batch.
+///
+/// With `fetch`, weights are asked for before they are needed: several rows use a line for so
+/// long that the machine does not look far enough ahead, and memory would stand idle.
 #[inline(always)]
 fn columns<S: Simd, T: Element, const ROWS: usize>(
     simd: S,
@@ -121,6 +130,7 @@ fn columns<S: Simd, T: Element, const ROWS: usize>(
     x: &[f32],
     inp: usize,
     column: usize,
+    fetch: bool,
 ) -> [[S::V; 2]; ROWS] {
     assert!(weights.len() == TILE * inp && column + 2 * S::LANES <= TILE);
     assert!(x.len() >= ROWS * inp);
@@ -129,6 +139,11 @@ fn columns<S: Simd, T: Element, const ROWS: usize>(
         // SAFETY: within row `i` of `inp`, by the first assertion.
         let (first, second) = unsafe {
             let at = weights.as_ptr().add(i * TILE + column);
+            if fetch {
+                for line in (0..2 * S::LANES * size_of::<T>()).step_by(LINE) {
+                    simd.prefetch(at.wrapping_byte_add(AHEAD + line));
+                }
+            }
             (T::load(simd, at), T::load(simd, at.add(S::LANES)))
         };
         for r in 0..ROWS {

@@ -3,6 +3,9 @@
 //! A register holds as many 32-bit lanes as one of floats; of weights and activations each
 //! lane holds four bytes, whose products with four others are summed.
 
+#[cfg(target_arch = "aarch64")]
+mod neon;
+
 use super::super::simd::{self, Simd};
 
 /// An instruction set with products of bytes. A value of an implementing type proves that the
@@ -45,6 +48,15 @@ pub(super) fn dispatch<T: ByteTask>(task: T) {
             return simd.run(task);
         }
     }
+    #[cfg(target_arch = "aarch64")]
+    {
+        if let Some(simd) = neon::Bytes::<true>::detect() {
+            return simd.run(task);
+        }
+        if let Some(simd) = neon::Bytes::<false>::detect() {
+            return simd.run(task);
+        }
+    }
     task.run(simd::Plain);
 }
 
@@ -57,6 +69,15 @@ pub(super) fn dispatch_to_each<T: ByteTask + Clone>(task: T) {
             simd.run(task.clone());
         }
         if let Some(simd) = x86::Bytes2::detect() {
+            simd.run(task.clone());
+        }
+    }
+    #[cfg(target_arch = "aarch64")]
+    {
+        if let Some(simd) = neon::Bytes::<true>::detect() {
+            simd.run(task.clone());
+        }
+        if let Some(simd) = neon::Bytes::<false>::detect() {
             simd.run(task.clone());
         }
     }
