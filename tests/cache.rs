@@ -314,7 +314,9 @@ fn a_clear_that_waits_blocks_nobody() {
         assert_eq!(cache.usage()[0].blocks_used, 2);
         assert!(cache.fork(id).is_err());
         drop(step);
-        clearing.map(|clearing| clearing.join().unwrap());
+        clearing
+            .into_iter()
+            .for_each(|clearing| clearing.join().unwrap());
         assert!(matches!(plan.commit(), Err(Error::StalePlan { .. })));
         // Both are done: the next plan is of the epoch that it is now.
         assert_eq!(cache.num_sequences(), 0);
