@@ -8,7 +8,7 @@ use super::admission::{AddOptions, Added, Cost};
 use super::epoch::Epoch;
 use super::host::HostPool;
 use super::plan::{Feed, Layers, StepBuffers, StepPlan};
-use super::pool::{CacheConfig, LayerKv, block_bytes, check_memory};
+use super::pool::{CacheConfig, LayerKv, check_memory};
 use super::sequence::{SequenceId, Sequences};
 use super::spec::CacheSpec;
 use super::state::{Group, State};
@@ -59,7 +59,8 @@ impl PagedKvCache {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] for a block size that is not a power of two from 1 to 256, a
-    /// size without a block in each group or beyond the memory of a CPU, a spec that
+    /// size without a block in each group or beyond the memory of the CPU (of the device if it
+    /// is that, and always of the host pool), a spec that
     /// contradicts itself, a fraction of free memory on a device that is not CUDA, or a CUDA
     /// device on the per-thread default stream (make it with
     /// [`Device::new_cuda_with_stream`]); [`Error::Candle`] if another device has no memory.
@@ -81,17 +82,15 @@ impl PagedKvCache {
         spec.check()?;
         ops::check_stream("paged_kv_cache", device)?;
         let blocks = config.blocks_per_group(spec, device)?;
-        if device.is_cpu() {
-            check_memory(spec, &blocks, config.block_size)?;
-        }
+        let host_blocks = config.host_blocks_per_group(spec)?;
+        let host = host_blocks.as_deref().unwrap_or(&[]);
+        check_memory(spec, config.block_size, device, &blocks, host)?;
         let mut groups = Vec::with_capacity(spec.groups.len());
         let buffers = StepBuffers::new(blocks.iter().copied(), config.block_size)?;
-        let host_blocks = config.host_blocks_per_group(spec)?;
         let mut host: Vec<Option<LayerKv>> = vec![None; spec.num_layers()];
         let mut layers: Vec<Option<(LayerKv, usize, Option<usize>)>> =
             vec![None; spec.num_layers()];
         for (g, (group, &blocks)) in spec.groups.iter().zip(&blocks).enumerate() {
-            block_bytes(group, config.block_size)?;
             for &layer in &group.layers {
                 let kv = LayerKv::new(group, blocks, config.block_size, device)?;
                 layers[layer] = Some((kv, g, group.window));

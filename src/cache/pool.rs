@@ -289,8 +289,34 @@ fn too_large() -> Error {
     }
 }
 
-/// Refuses what no allocator could give, before candle's would abort the process.
-pub(super) fn check_memory(spec: &CacheSpec, blocks: &[usize], block_size: usize) -> Result<()> {
+/// Refuses pools, on `device` and of the host, whose bytes cannot be counted, or whose share of
+/// the CPU's memory no allocator could give, before candle's would abort the process.
+pub(super) fn check_memory(
+    spec: &CacheSpec,
+    block_size: usize,
+    device: &Device,
+    blocks: &[usize],
+    host_blocks: &[usize],
+) -> Result<()> {
+    let pool = pool_bytes(spec, block_size, blocks)?;
+    let host = pool_bytes(spec, block_size, host_blocks)?;
+    let total = pool.checked_add(host).ok_or_else(too_large)?;
+    let refused = || Error::InvalidArgument {
+        op: OP,
+        what: "size".into(),
+        expected: "a cache that with its host pool fits into memory".into(),
+        got: format!("{pool} bytes, and {host} bytes in the host pool"),
+    };
+    let needed = if device.is_cpu() { total } else { host };
+    let bytes = usize::try_from(needed).map_err(|_| refused())?;
+    // Asks the system for address space only: nothing is touched, and it is given back at once.
+    Vec::<u8>::new()
+        .try_reserve_exact(bytes)
+        .map_err(|_| refused())
+}
+
+/// Bytes of `blocks[group]` blocks of all groups.
+fn pool_bytes(spec: &CacheSpec, block_size: usize, blocks: &[usize]) -> Result<u64> {
     let mut total: u64 = 0;
     for (group, &blocks) in spec.groups.iter().zip(blocks) {
         total = block_bytes(group, block_size)?
@@ -298,17 +324,7 @@ pub(super) fn check_memory(spec: &CacheSpec, blocks: &[usize], block_size: usize
             .and_then(|bytes| bytes.checked_add(total))
             .ok_or_else(too_large)?;
     }
-    let refused = || Error::InvalidArgument {
-        op: OP,
-        what: "size".into(),
-        expected: "a cache that fits into memory".into(),
-        got: format!("{total} bytes"),
-    };
-    let bytes = usize::try_from(total).map_err(|_| refused())?;
-    // Asks the system for address space only: nothing is touched, and it is given back at once.
-    Vec::<u8>::new()
-        .try_reserve_exact(bytes)
-        .map_err(|_| refused())
+    Ok(total)
 }
 
 /// The K/V memory of one layer.

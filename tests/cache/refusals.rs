@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Device};
 use candle_paged_attn::Error;
-use candle_paged_attn::cache::{AddOptions, CacheConfig, CacheSpec, Feed, PagedKvCache};
+use candle_paged_attn::cache::{AddOptions, CacheConfig, CacheSize, CacheSpec, Feed, PagedKvCache};
 
 use super::{full, prompt, range};
 
@@ -77,6 +77,16 @@ fn bad_input_is_a_typed_error_and_changes_nothing() {
     }
     let huge = CacheConfig::blocks(usize::MAX / 2);
     assert!(PagedKvCache::new(&spec, &huge, &Device::Cpu).is_err());
+    // Blocks of 64 MiB, of which there are few enough to be numbered.
+    let wide = CacheSpec::uniform(1, 1024, 512, DType::F32).unwrap();
+    for config in [
+        CacheConfig::bytes(1 << 50),
+        CacheConfig::blocks(1).with_host(CacheSize::Bytes(1 << 50)),
+    ] {
+        let error = PagedKvCache::new(&wide, &config, &Device::Cpu).unwrap_err();
+        let expected = (1u64 << 50).to_string();
+        assert!(error.to_string().contains(&expected), "{error}");
+    }
     assert!(CacheSpec::uniform(0, 1, 8, DType::F32).is_err());
     assert!(CacheSpec::uniform(1, 1, 12, DType::F32).is_err());
     assert!(CacheSpec::uniform(1, 1, 8, DType::U8).is_err());
