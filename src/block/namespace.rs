@@ -23,8 +23,18 @@ pub struct Namespace(Option<Arc<Fields>>);
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Default)]
 struct Fields {
     adapter: Option<(String, u64)>,
-    salt: Option<Vec<u8>>,
+    salt: Option<Salt>,
     content: Option<u64>,
+}
+
+#[derive(Clone, PartialEq, Eq, Hash)]
+struct Salt(Vec<u8>);
+
+impl std::fmt::Debug for Salt {
+    // Not derived: a salt may be a secret of its tenant, and requests are logged.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Salt(..)")
+    }
 }
 
 impl Namespace {
@@ -35,9 +45,9 @@ impl Namespace {
     }
 
     /// K/V that only holders of the salt (a tenant, a session) may share. An empty salt is a
-    /// salt: it differs from none.
+    /// salt: it differs from none. `Debug` shows only that there is one.
     pub fn with_salt(self, salt: impl Into<Vec<u8>>) -> Self {
-        self.with(|fields| fields.salt = Some(salt.into()))
+        self.with(|fields| fields.salt = Some(Salt(salt.into())))
     }
 
     /// K/V of embeddings (an image, audio) that tokens stand in for, named by a key of their

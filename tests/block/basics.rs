@@ -20,6 +20,24 @@ fn store(blocks: &mut BlockAllocator, tokens: &[u32]) -> Vec<BlockId> {
 }
 
 #[test]
+fn a_salt_is_not_printed() {
+    let salted = NONE().with_adapter("sql", 3).with_salt("tenant 7");
+    let printed = format!("{salted:?}");
+    assert!(
+        printed.contains("sql") && printed.contains("salt: Some("),
+        "{printed}"
+    );
+    let bytes = format!("{:?}", b"tenant 7");
+    for secret in ["tenant", bytes.trim_matches(['[', ']'])] {
+        assert!(!printed.contains(secret), "{printed}");
+    }
+    assert_ne!(
+        format!("{:?}", NONE()),
+        format!("{:?}", NONE().with_salt(""))
+    );
+}
+
+#[test]
 fn free_blocks_come_first_and_in_turn() {
     let mut blocks = BlockAllocator::new(5, 1).unwrap();
     let table = take(&mut blocks, 5);
