@@ -29,7 +29,8 @@ use crate::models::CausalLm;
 ///
 /// The answer of a request depends on nothing but the request: not on what runs beside it,
 /// not on preemptions, not on cached prefixes (as far as the model gives the same logits for
-/// the same tokens: within rounding, see the design of the ops).
+/// the same tokens: within rounding, see the design of the ops). Only one that samples without
+/// a [seed](super::Sampling::seed) also depends on the engine's and on its own number.
 ///
 /// The engine owns the sequences it makes in the cache, and gives them back when it is dropped.
 /// Others may use the cache between steps; what they hold is missing from the pool. Where they
@@ -212,7 +213,11 @@ impl<M: CausalLm + ?Sized> Engine<M> {
 
     /// Ends the requests of the step that failed, or all if none had been chosen, because it
     /// fails again and again. `generate` and the engine's thread do so after the second time.
+    /// [`Error::PlanOutstanding`] ends none: no request is to blame, and only time helps.
     pub fn fail_step(&mut self, error: &Error) {
+        if matches!(error, Error::PlanOutstanding { .. }) {
+            return;
+        }
         let mut failed: Vec<RequestId> = self.last_step.iter().map(|key| key.request).collect();
         if failed.is_empty() {
             failed.extend(self.requests.keys());

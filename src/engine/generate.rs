@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use super::engine::Engine;
 use super::output::{FinishReason, Output, Report, TokenLogprobs};
 use super::request::{Request, RequestId};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::models::CausalLm;
 
 /// A finished sample.
@@ -71,7 +71,9 @@ impl<M: CausalLm + ?Sized> Engine<M> {
     ///
     /// # Errors
     /// A step that fails twice ends the requests in it as
-    /// [`FinishReason::Failed`](super::FinishReason::Failed).
+    /// [`FinishReason::Failed`](super::FinishReason::Failed). Only
+    /// [`Error::PlanOutstanding`] leaves, if somebody else holds a plan of the cache: the
+    /// requests stay then, and the next [`step`](Self::step) goes on with them.
     pub fn generate(
         &mut self,
         requests: Vec<Request>,
@@ -97,6 +99,10 @@ impl<M: CausalLm + ?Sized> Engine<M> {
         while !open.is_empty() {
             let outputs = match self.step() {
                 Ok(outputs) => outputs,
+                Err(error @ Error::PlanOutstanding { .. }) => {
+                    self.ready.extend(others);
+                    return Err(error);
+                }
                 Err(error) => {
                     failures += 1;
                     if failures > 1 {

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, TryRecvError};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -14,6 +14,8 @@ use super::metrics::Stats;
 use super::output::{FinishReason, Output};
 use super::request::{Request, RequestId};
 use super::stream::OutputStream;
+use crate::block::Namespace;
+use crate::cache::Pin;
 use crate::error::{Error, Result};
 use crate::models::CausalLm;
 
@@ -24,13 +26,15 @@ type Sink = Box<dyn FnMut(Output) + Send>;
 enum Command {
     Submit(RequestId, Box<Request>, Sink),
     Cancel(RequestId),
+    PinPrefix(Vec<u32>, Namespace, mpsc::Sender<Result<Pin>>),
+    Unpin(Pin, mpsc::Sender<Result<()>>),
     Stop,
 }
 
 /// A door to an engine that runs on its own thread: cheap to clone, to be used from anywhere.
 ///
 /// The engine stops when the last handle is dropped, or at [`shutdown`](Self::shutdown);
-/// requests that run then end as [`FinishReason::Cancelled`].
+/// requests that run or wait then end as [`FinishReason::Cancelled`].
 #[derive(Debug, Clone)]
 pub struct EngineHandle {
     owner: Arc<Owner>,
@@ -41,8 +45,17 @@ struct Owner {
     commands: mpsc::Sender<Command>,
     next_id: Arc<AtomicU64>,
     limits: Limits,
-    stats: Arc<Mutex<Stats>>,
+    shared: Arc<Shared>,
     thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+/// What the handles and the engine's thread have in common.
+#[derive(Debug)]
+struct Shared {
+    stats: Mutex<Stats>,
+    /// The engine has stopped. Commands are sent while this is locked for reading, so none
+    /// comes when the thread has set it: what it finds then is all there will be.
+    stopped: RwLock<bool>,
 }
 
 impl Drop for Owner {
@@ -60,12 +73,15 @@ impl<M: CausalLm + ?Sized + 'static> Engine<M> {
     /// [`Error::Io`] if the system gives no thread.
     pub fn spawn(self) -> Result<EngineHandle> {
         let (commands, receiver) = mpsc::channel();
-        let stats: Arc<Mutex<Stats>> = Arc::new(Mutex::new(self.stats()));
+        let shared = Arc::new(Shared {
+            stats: Mutex::new(self.stats()),
+            stopped: RwLock::new(false),
+        });
         let (next_id, limits) = (self.next_id.clone(), self.limits.clone());
-        let shared = stats.clone();
+        let common = shared.clone();
         let thread = std::thread::Builder::new()
             .name("paged-engine".into())
-            .spawn(move || Worker::new(self, receiver, shared).run())
+            .spawn(move || Worker::new(self, receiver, common).run())
             .map_err(|source| Error::Io {
                 path: "engine thread".into(),
                 source,
@@ -75,7 +91,7 @@ impl<M: CausalLm + ?Sized + 'static> Engine<M> {
                 commands,
                 next_id,
                 limits,
-                stats,
+                shared,
                 thread: Mutex::new(Some(thread)),
             }),
         })
@@ -126,9 +142,30 @@ impl EngineHandle {
         self.send(Command::Cancel(request))
     }
 
+    /// [`Engine::pin_prefix`] between two steps. Waits for the engine's thread, so it is not
+    /// to be called by a sink.
+    ///
+    /// # Errors
+    /// As [`Engine::pin_prefix`]; [`Error::PlanOutstanding`] if somebody else holds a plan of
+    /// the cache; [`Error::StaleHandle`] if the engine has stopped.
+    pub fn pin_prefix(&self, tokens: &[u32], namespace: Namespace) -> Result<Pin> {
+        self.ask(|answer| Command::PinPrefix(tokens.to_vec(), namespace, answer))
+    }
+
+    /// Gives up a pin, as [`PagedKvCache::unpin`] does, between two steps. Waits for the
+    /// engine's thread, so it is not to be called by a sink.
+    ///
+    /// # Errors
+    /// As [`PagedKvCache::unpin`]; [`Error::StaleHandle`] also if the engine has stopped.
+    ///
+    /// [`PagedKvCache::unpin`]: crate::cache::PagedKvCache::unpin
+    pub fn unpin(&self, pin: Pin) -> Result<()> {
+        self.ask(|answer| Command::Unpin(pin, answer))
+    }
+
     /// The figures of the engine, at most a tenth of a second old while it runs.
     pub fn stats(&self) -> Stats {
-        let stats = self.owner.stats.lock();
+        let stats = self.owner.shared.stats.lock();
         stats.unwrap_or_else(PoisonError::into_inner).clone()
     }
 
@@ -147,12 +184,27 @@ impl EngineHandle {
     }
 
     fn send(&self, command: Command) -> Result<()> {
-        let stopped = |_| Error::StaleHandle {
-            op: "engine_handle",
-            kind: "engine",
-            id: "of a thread that has stopped".into(),
-        };
-        self.owner.commands.send(command).map_err(stopped)
+        let has_stopped = self.owner.shared.stopped.read();
+        let has_stopped = has_stopped.unwrap_or_else(PoisonError::into_inner);
+        if *has_stopped {
+            return Err(stopped());
+        }
+        self.owner.commands.send(command).map_err(|_| stopped())
+    }
+
+    /// Sends a command that is answered, and waits for the answer.
+    fn ask<T>(&self, command: impl FnOnce(mpsc::Sender<Result<T>>) -> Command) -> Result<T> {
+        let (sender, answer) = mpsc::channel();
+        self.send(command(sender))?;
+        answer.recv().unwrap_or_else(|_| Err(stopped()))
+    }
+}
+
+fn stopped() -> Error {
+    Error::StaleHandle {
+        op: "engine_handle",
+        kind: "engine",
+        id: "of a thread that has stopped".into(),
     }
 }
 
@@ -160,7 +212,7 @@ impl EngineHandle {
 struct Worker<M: ?Sized> {
     commands: Receiver<Command>,
     sinks: HashMap<RequestId, Sink>,
-    stats: Arc<Mutex<Stats>>,
+    shared: Arc<Shared>,
     /// Steps in a row that have failed.
     failures: u32,
     published: Instant,
@@ -168,11 +220,11 @@ struct Worker<M: ?Sized> {
 }
 
 impl<M: CausalLm + ?Sized> Worker<M> {
-    fn new(engine: Engine<M>, commands: Receiver<Command>, stats: Arc<Mutex<Stats>>) -> Self {
+    fn new(engine: Engine<M>, commands: Receiver<Command>, shared: Arc<Shared>) -> Self {
         Self {
             commands,
             sinks: HashMap::new(),
-            stats,
+            shared,
             failures: 0,
             published: Instant::now(),
             engine,
@@ -187,12 +239,30 @@ impl<M: CausalLm + ?Sized> Worker<M> {
                 self.publish();
             }
         }
+        self.stop();
+    }
+
+    /// Tells everyone who still waits for an answer.
+    fn stop(&mut self) {
+        let has_stopped = self.shared.stopped.write();
+        *has_stopped.unwrap_or_else(PoisonError::into_inner) = true;
+        // Somebody may have submitted a request behind the command to stop.
+        while let Ok(command) = self.commands.try_recv() {
+            if let Command::Submit(id, request, sink) = command {
+                self.accept(id, *request, sink);
+            }
+        }
         let open: Vec<RequestId> = self.engine.requests.keys().copied().collect();
         for id in open {
             self.engine.cancel(id);
         }
         self.deliver();
         self.publish();
+    }
+
+    fn accept(&mut self, id: RequestId, request: Request, sink: Sink) {
+        self.sinks.insert(id, sink);
+        self.engine.accept(id, request);
     }
 
     /// Takes all commands that are there, and waits for one if there is nothing else to do.
@@ -212,11 +282,18 @@ impl<M: CausalLm + ?Sized> Worker<M> {
                 }
             };
             match command {
-                Command::Submit(id, request, sink) => {
-                    self.sinks.insert(id, sink);
-                    self.engine.accept(id, *request);
-                }
+                Command::Submit(id, request, sink) => self.accept(id, *request, sink),
                 Command::Cancel(id) => self.engine.cancel(id),
+                // Who asked waits for the answer; if not, it is of no use to anyone.
+                Command::PinPrefix(tokens, namespace, answer) => {
+                    let engine = &mut self.engine;
+                    let pin = || engine.pin_prefix(&tokens, namespace);
+                    let pin = catch_unwind(AssertUnwindSafe(pin));
+                    let _ = answer.send(pin.unwrap_or_else(|_| Err(panicked())));
+                }
+                Command::Unpin(pin, answer) => {
+                    let _ = answer.send(self.engine.cache.unpin(pin));
+                }
                 Command::Stop => return false,
             }
         }
@@ -232,18 +309,17 @@ impl<M: CausalLm + ?Sized> Worker<M> {
                 None
             }
             Ok(Err(error)) => Some(error),
-            Err(_) => Some(Error::Invariant {
-                op: "engine",
-                what: "the model panicked".into(),
-            }),
+            Err(_) => Some(panicked()),
         };
         if let Some(error) = failed {
-            tracing::warn!(%error, "a step failed");
-            self.failures += 1;
-            if self.failures > 1 {
-                self.engine.fail_step(&error);
+            // If somebody else holds a plan no request is to blame, and only time helps.
+            if !matches!(error, Error::PlanOutstanding { .. }) {
+                tracing::warn!(%error, "a step failed");
+                self.failures += 1;
+                if self.failures > 1 {
+                    self.engine.fail_step(&error);
+                }
             }
-            // If somebody else holds a plan only time helps.
             std::thread::sleep(Duration::from_millis(1));
         }
         self.deliver();
@@ -269,6 +345,14 @@ impl<M: CausalLm + ?Sized> Worker<M> {
     fn publish(&mut self) {
         self.published = Instant::now();
         let stats = self.engine.stats();
-        *self.stats.lock().unwrap_or_else(PoisonError::into_inner) = stats;
+        let published = self.shared.stats.lock();
+        *published.unwrap_or_else(PoisonError::into_inner) = stats;
+    }
+}
+
+fn panicked() -> Error {
+    Error::Invariant {
+        op: "engine",
+        what: "the model panicked".into(),
     }
 }

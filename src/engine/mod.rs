@@ -65,4 +65,4 @@ pub use metrics::Stats;
 pub use output::{FinishReason, Output, Report, TokenLogprob, TokenLogprobs};
 pub use request::{BeamSearch, Request, RequestId};
 pub use sampling::Sampling;
-pub use stream::OutputStream;
+pub use stream::{BlockingOutputs, OutputStream};

@@ -60,7 +60,9 @@ impl Drop for Sender {
 
 /// The outputs of one request, until its last. Dropping it cancels the request.
 ///
-/// It is a [`Stream`] for asynchronous callers, and an iterator that blocks for others.
+/// It is a [`Stream`] for asynchronous callers; for others `for output in stream` waits, by way
+/// of [`BlockingOutputs`]. (It is no iterator itself: in the company of `StreamExt`, which has
+/// methods of the same names, none of them could be called.)
 pub struct OutputStream {
     id: RequestId,
     shared: Arc<Shared>,
@@ -106,12 +108,26 @@ impl Stream for OutputStream {
     }
 }
 
-/// Blocks until there is an output, or none will come.
-impl Iterator for OutputStream {
+impl IntoIterator for OutputStream {
+    type Item = Output;
+    type IntoIter = BlockingOutputs;
+
+    fn into_iter(self) -> BlockingOutputs {
+        BlockingOutputs(self)
+    }
+}
+
+/// An [`OutputStream`] as an iterator. It blocks until there is an output, or none will come;
+/// dropping it cancels the request as well.
+#[derive(Debug)]
+pub struct BlockingOutputs(OutputStream);
+
+impl Iterator for BlockingOutputs {
     type Item = Output;
 
     fn next(&mut self) -> Option<Output> {
-        let mut queue = self.shared.queue();
+        let shared = &self.0.shared;
+        let mut queue = shared.queue();
         loop {
             if let Some(output) = queue.outputs.pop_front() {
                 return Some(output);
@@ -119,7 +135,7 @@ impl Iterator for OutputStream {
             if queue.closed {
                 return None;
             }
-            let waited = self.shared.arrived.wait(queue);
+            let waited = shared.arrived.wait(queue);
             queue = waited.unwrap_or_else(PoisonError::into_inner);
         }
     }
