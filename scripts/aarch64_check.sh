@@ -24,6 +24,12 @@ leave_out() {
     exit 75
 }
 
+# The first mirror in the machine's list of sources, of either format.
+own_mirror() {
+    { cat /etc/apt/sources.list /etc/apt/sources.list.d/* 2>/dev/null || true; } |
+        sed -nE 's!^(URIs:|deb( \[[^]]*\])?) *(https?://[^ ]*/debian)/?( .*)?$!\3!p' | sed -n 1p
+}
+
 # apt with folders of its own, below the current one.
 private_apt() {
     mkdir -p lists/partial cache/archives/partial etc/apt.conf.d etc/preferences.d etc/sources.list.d
@@ -73,8 +79,7 @@ if [ ! -e "$root/versions" ]; then
     [ "$(uname -m)" = x86_64 ] || leave_out "the packages are those of an x86-64 machine"
     command -v apt-get dpkg-deb >/dev/null || leave_out "there is no apt here"
     [ -e "$keys" ] || leave_out "Debian's keys are not installed"
-    mirror="${DEBIAN_MIRROR:-$(apt-get indextargets --format '$(SITE)' 'Created-By: Packages' 'Origin: Debian' |
-        grep -m 1 '/debian$' || true)}"
+    mirror="${DEBIAN_MIRROR:-$(own_mirror)}"
     [ -n "$mirror" ] || leave_out "no mirror of Debian is known; DEBIAN_MIRROR may name one"
     echo "installing Debian's tool chain for AArch64 into $root (1.6 GB)" >&2
     mkdir -p "$(dirname "$root")"

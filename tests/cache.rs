@@ -292,6 +292,43 @@ fn clear_waits_for_a_layer_that_is_being_written() {
     assert!(matches!(plan.layer(0), Err(Error::StalePlan { .. })));
 }
 
+/// Who writes a layer while another thread clears is not made to wait for it.
+#[test]
+fn a_clear_that_waits_blocks_nobody() {
+    let (done, all_done) = std::sync::mpsc::channel();
+    // Not scoped: a deadlock shall fail the test, not hang it.
+    std::thread::spawn(move || {
+        let cache = cache(4, 8, &[None, None]);
+        let (id, _) = prompt(&cache, &range(5));
+        let plan = cache.plan(&[Feed::new(id, &[1])]).unwrap();
+        let step = plan.layer(0).unwrap();
+        let clearing = [(); 2].map(|()| {
+            let cache = cache.clone();
+            std::thread::spawn(move || cache.clear())
+        });
+        // As soon as one has begun the plan is stale, and says so at once.
+        while plan.layer(1).is_ok() {
+            std::thread::yield_now();
+        }
+        assert!(matches!(plan.layer(1), Err(Error::StalePlan { .. })));
+        assert_eq!(cache.usage()[0].blocks_used, 2);
+        assert!(cache.fork(id).is_err());
+        drop(step);
+        clearing
+            .into_iter()
+            .for_each(|clearing| clearing.join().unwrap());
+        assert!(matches!(plan.commit(), Err(Error::StalePlan { .. })));
+        // Both are done: the next plan is of the epoch that it is now.
+        assert_eq!(cache.num_sequences(), 0);
+        let (id, cached) = prompt(&cache, &range(5));
+        assert_eq!(cached, 0);
+        cache.remove(id).unwrap();
+        done.send(()).unwrap();
+    });
+    let patience = std::time::Duration::from_secs(30);
+    all_done.recv_timeout(patience).expect("a deadlock");
+}
+
 #[test]
 fn explicit_positions_stay_out_of_the_prefix_index() {
     let cache = full(4, 16);

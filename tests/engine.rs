@@ -20,6 +20,8 @@ mod random_llama;
 mod refusals;
 #[path = "engine/sampling.rs"]
 mod sampling;
+#[path = "engine/survival.rs"]
+mod survival;
 #[path = "engine/text.rs"]
 mod text;
 #[path = "engine/workloads.rs"]

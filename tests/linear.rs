@@ -21,6 +21,8 @@ const UNIT: f64 = 1.0 / (1 << 24) as f64;
 
 /// Elements that share a scale.
 const BLOCK: usize = 32;
+/// Elements of a row that share a scale for the K formats.
+const SUPER: usize = 256;
 
 /// How a weight is stored.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -34,11 +36,24 @@ const DENSE: [Stored; 3] = [
     Stored::Dense(DType::F16),
     Stored::Dense(DType::BF16),
 ];
-const BLOCKS: [Stored; 3] = [
+const BLOCKS: [Stored; 6] = [
     Stored::Blocks(GgmlDType::Q8_0),
     Stored::Blocks(GgmlDType::Q4_0),
     Stored::Blocks(GgmlDType::Q4_1),
+    Stored::Blocks(GgmlDType::Q4K),
+    Stored::Blocks(GgmlDType::Q5K),
+    Stored::Blocks(GgmlDType::Q6K),
 ];
+
+impl Stored {
+    /// `inp`, or the next size of a row that is stored so.
+    fn whole(self, inp: usize) -> usize {
+        match self {
+            Self::Dense(_) => inp,
+            Self::Blocks(kind) => inp.next_multiple_of(kind.block_size()),
+        }
+    }
+}
 
 fn random(seed: u64, rows: usize, columns: usize) -> Tensor {
     let mut rng = StdRng::seed_from_u64(seed);
@@ -90,6 +105,18 @@ fn rounded(x: &[f32]) -> Vec<f64> {
         .collect()
 }
 
+/// The same for the K formats: a scale of full precision per 256.
+fn super_rounded(x: &[f32]) -> Vec<f64> {
+    x.chunks(SUPER)
+        .flat_map(|x| {
+            let inverse = 127.0 / x.iter().fold(0f32, |most, x| most.max(x.abs()));
+            let scale = f64::from(1.0 / inverse);
+            x.iter()
+                .map(move |x| f64::from((x * inverse).round()) * scale)
+        })
+        .collect()
+}
+
 /// The product of two rows and how far off results may be.
 struct Product {
     want: f64,
@@ -110,6 +137,9 @@ fn product(stored: Stored, weight: &[f64], x: &[f32]) -> Product {
             between: 2.0 * bound,
         };
     };
+    if kind.block_size() == SUPER {
+        return super_product(weight, x);
+    }
     let x = rounded(x);
     // A block of Q4_1 has two parts: the product of the integers, and its minimum times the sum
     // of the row's numbers, which is rounded to 16 bits twice.
@@ -137,6 +167,34 @@ fn product(stored: Stored, weight: &[f64], x: &[f32]) -> Product {
         want,
         bound: roundings * UNIT * size + minima / 1023.0,
         between: 2.0 * roundings * UNIT * elements,
+    }
+}
+
+/// A superblock has two parts: the product of the integers, and what is taken off, of Q6_K 32
+/// scales and else a minimum, times sums of the row's numbers. Of weights from −1 to 1 it is about
+/// 1 at most.
+fn super_product(weight: &[f64], x: &[f32]) -> Product {
+    const TAKEN_OFF: f64 = 2.0;
+    let x = super_rounded(x);
+    let (mut want, mut size, mut elements) = (0.0, 0.0, 0.0);
+    for (w, x) in weight.chunks(SUPER).zip(x.chunks(SUPER)) {
+        let part: f64 = w.iter().zip(x).map(|(w, x)| w * x).sum();
+        let sums = x.chunks(16).map(|x| x.iter().sum::<f64>().abs());
+        want += part;
+        size += part.abs() + 2.0 * TAKEN_OFF * sums.sum::<f64>();
+        let sizes = w
+            .iter()
+            .zip(x)
+            .map(|(w, x)| (w.abs() + TAKEN_OFF) * x.abs());
+        elements += sizes.sum::<f64>();
+    }
+    // Two parts, each with a product and a sum. What candle reads as a weight is rounded once.
+    let blocks = (weight.len() / SUPER) as f64;
+    Product {
+        want,
+        bound: 4.0 * blocks * UNIT * size + UNIT * elements,
+        // candle may round as often in every block of 32.
+        between: 2.0 * 4.0 * blocks * 8.0 * UNIT * elements,
     }
 }
 
@@ -176,7 +234,7 @@ fn blocks_give_the_f64_product_of_the_rounded_rows() {
         for (out, inp) in [(1, 32), (3, 96), (17, 64), (33, 256), (64, 576), (131, 512)] {
             for rows in [1, 2, 5, 13, 40] {
                 for seed in [20, 22, 24] {
-                    assert_product(stored, out, inp, rows, seed);
+                    assert_product(stored, out, stored.whole(inp), rows, seed);
                 }
             }
         }
@@ -192,6 +250,7 @@ fn blocks_give_the_product_of_candle() {
         };
         // Of 256 columns candle rounds activations of Q8_0 in blocks of 256 on some machines.
         for (seed, (out, inp)) in (30..).zip([(3, 64), (33, 192), (48, 320), (131, 576)]) {
+            let inp = stored.whole(inp);
             let (weight, numbers) = weight(stored, seed, out, inp);
             let LinearWeight::Quantized(blocks) = &weight else {
                 continue;
@@ -232,6 +291,7 @@ fn a_row_alone_has_the_bits_of_the_row_in_a_batch() {
             (49, 576),
             (1003, 512),
         ] {
+            let inp = stored.whole(inp);
             let layer = layer(stored, weight(stored, 40, out, inp).0);
             let x = random(41, 64, inp);
             let rows = |first, count| bits(&forward(&layer, &x.narrow(0, first, count).unwrap()));
@@ -253,10 +313,11 @@ fn a_row_alone_has_the_bits_of_the_row_in_a_batch() {
 #[test]
 fn batch_mates_that_are_no_numbers_do_not_matter() {
     for stored in DENSE.into_iter().chain(BLOCKS) {
-        let layer = layer(stored, weight(stored, 42, 33, 96).0);
-        let x = random(43, 1, 96);
+        let inp = stored.whole(96);
+        let layer = layer(stored, weight(stored, 42, 33, inp).0);
+        let x = random(43, 1, inp);
         let alone = bits(&forward(&layer, &x));
-        let poison = Tensor::full(f32::NAN, (1, 96), &Device::Cpu).unwrap();
+        let poison = Tensor::full(f32::NAN, (1, inp), &Device::Cpu).unwrap();
         let batch = Tensor::cat(&[&poison, &x, &poison, &x, &poison], 0).unwrap();
         let batch = bits(&forward(&layer, &batch));
         assert_eq!(batch[1], alone[0], "{stored:?}");
@@ -267,16 +328,17 @@ fn batch_mates_that_are_no_numbers_do_not_matter() {
 #[test]
 fn rows_may_lie_anywhere() {
     for stored in DENSE.into_iter().chain(BLOCKS) {
-        let layer = layer(stored, weight(stored, 50, 33, 64).0);
-        let x = random(51, 7, 64);
+        let inp = stored.whole(64);
+        let layer = layer(stored, weight(stored, 50, 33, inp).0);
+        let x = random(51, 7, inp);
         let want = bits(&forward(&layer, &x));
         // Behind other rows, between other columns, and column by column.
-        let other = random(52, 3, 64);
+        let other = random(52, 3, inp);
         let behind = Tensor::cat(&[&other, &x], 0).unwrap();
         let behind = behind.narrow(0, 3, 7).unwrap();
         let other = random(53, 7, 11);
         let between = Tensor::cat(&[&other, &x, &other], 1).unwrap();
-        let between = between.narrow(1, 11, 64).unwrap();
+        let between = between.narrow(1, 11, inp).unwrap();
         let by_column = x.t().unwrap().contiguous().unwrap().t().unwrap();
         assert!(!between.is_contiguous() && !by_column.is_contiguous());
         for x in [behind, between, by_column] {
@@ -309,8 +371,9 @@ fn weights_may_lie_anywhere() {
 #[test]
 fn no_rows_give_no_rows() {
     for stored in DENSE.into_iter().chain(BLOCKS) {
-        let layer = layer(stored, weight(stored, 60, 33, 64).0);
-        let x = Tensor::zeros((0, 64), DType::F32, &Device::Cpu).unwrap();
+        let inp = stored.whole(64);
+        let layer = layer(stored, weight(stored, 60, 33, inp).0);
+        let x = Tensor::zeros((0, inp), DType::F32, &Device::Cpu).unwrap();
         assert_eq!(layer.forward(&x).unwrap().dims(), [0, 33]);
     }
 }
@@ -319,8 +382,9 @@ fn no_rows_give_no_rows() {
 #[test]
 fn zeros_give_zeros() {
     for stored in DENSE.into_iter().chain(BLOCKS) {
-        let layer = layer(stored, weight(stored, 61, 33, 64).0);
-        let x = Tensor::zeros((3, 64), DType::F32, &Device::Cpu).unwrap();
+        let inp = stored.whole(64);
+        let layer = layer(stored, weight(stored, 61, 33, inp).0);
+        let x = Tensor::zeros((3, inp), DType::F32, &Device::Cpu).unwrap();
         assert_eq!(forward(&layer, &x), vec![vec![0.0; 33]; 3]);
     }
 }
@@ -328,8 +392,9 @@ fn zeros_give_zeros() {
 #[test]
 fn rows_of_another_shape_are_refused() {
     for stored in DENSE.into_iter().chain(BLOCKS) {
-        let layer = layer(stored, weight(stored, 62, 33, 64).0);
-        for shape in [vec![3, 32], vec![3, 65], vec![64], vec![1, 3, 64]] {
+        let inp = stored.whole(64);
+        let layer = layer(stored, weight(stored, 62, 33, inp).0);
+        for shape in [vec![3, 32], vec![3, inp + 1], vec![inp], vec![1, 3, inp]] {
             let x = Tensor::zeros(shape.as_slice(), DType::F32, &Device::Cpu).unwrap();
             match layer.forward(&x) {
                 Err(Error::Shape { tensor, got, .. }) => {

@@ -9,7 +9,8 @@ use candle_core::{DType, Device, Module, Tensor};
 use candle_paged_attn::models::{Linear, LinearWeight};
 use criterion::{Bencher, Criterion};
 
-/// `(out, inp)`. candle has faster products of Q8_0 for rows of whole 256.
+/// `(out, inp)`. candle has faster products of Q8_0 for rows of whole 256, and the K formats are
+/// for these alone.
 const SHAPES: [(usize, usize); 2] = [(2048, 2048), (1536, 576)];
 const ROWS: [usize; 5] = [1, 4, 16, 64, 512];
 
@@ -17,12 +18,14 @@ const ROWS: [usize; 5] = [1, 4, 16, 64, 512];
 /// in a model.
 const BYTES: usize = 160 << 20;
 
-const WEIGHTS: [(&str, Stored); 5] = [
+const WEIGHTS: [(&str, Stored); 7] = [
     ("f32", Stored::Dense(DType::F32)),
     ("bf16", Stored::Dense(DType::BF16)),
     ("Q8_0", Stored::Blocks(GgmlDType::Q8_0)),
     ("Q4_0", Stored::Blocks(GgmlDType::Q4_0)),
     ("Q4_1", Stored::Blocks(GgmlDType::Q4_1)),
+    ("Q4_K", Stored::Blocks(GgmlDType::Q4K)),
+    ("Q6_K", Stored::Blocks(GgmlDType::Q6K)),
 ];
 
 #[derive(Clone, Copy)]
@@ -34,6 +37,9 @@ enum Stored {
 pub fn linears(c: &mut Criterion) -> Result<()> {
     for (out, inp) in SHAPES {
         for (name, stored) in WEIGHTS {
+            if matches!(stored, Stored::Blocks(kind) if !inp.is_multiple_of(kind.block_size())) {
+                continue;
+            }
             let full = Tensor::rand(-1f32, 1.0, (out, inp), &Device::Cpu)?;
             let (dtype, weight) = match stored {
                 Stored::Dense(dtype) => (dtype, LinearWeight::Dense(full.to_dtype(dtype)?)),

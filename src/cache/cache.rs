@@ -1,10 +1,11 @@
 //! [`PagedKvCache`]: the handle that ties the bookkeeping to the tensors.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use candle_core::{Device, Tensor};
 
 use super::admission::{AddOptions, Added, Cost};
+use super::epoch::Epoch;
 use super::host::HostPool;
 use super::plan::{Feed, Layers, StepBuffers, StepPlan};
 use super::pool::{CacheConfig, LayerKv, block_bytes, check_memory};
@@ -111,7 +112,7 @@ impl PagedKvCache {
             group: layers.iter().map(|(_, group, _)| *group).collect(),
             window: layers.iter().map(|(_, _, window)| *window).collect(),
             kv: layers.into_iter().map(|(kv, _, _)| kv).collect(),
-            epoch: RwLock::new(0),
+            epoch: Epoch::default(),
         };
         let state = State {
             epoch: 0,
@@ -271,6 +272,11 @@ impl PagedKvCache {
         let _ = self.inner.state().discard(sequence);
     }
 
+    /// The number of times that the cache was cleared.
+    pub(crate) fn epoch(&self) -> u64 {
+        self.inner.state().epoch
+    }
+
     /// Keeps the full blocks of a sequence cached, whatever happens to it, until
     /// [`unpin`](Self::unpin): for system prompts.
     ///
@@ -292,19 +298,12 @@ impl PagedKvCache {
 
     /// Forgets every sequence, swapped ones too, every pin and cached prefix, and starts a new
     /// epoch: for replaced weights. Always allowed; a live plan becomes stale and answers
-    /// [`Error::StalePlan`]. Waits for a layer that is writing at this moment, so nothing of
-    /// the old epoch reaches the new one; must not be called while the caller itself holds a
-    /// [`LayerStep`](super::LayerStep).
+    /// [`Error::StalePlan`]. Waits for layers that are written at this moment, so nothing of
+    /// the old epoch reaches the new one, and blocks nobody meanwhile; must not be called by
+    /// who holds a [`LayerStep`](super::LayerStep).
     pub fn clear(&self) {
-        let mut state = self.inner.state();
-        state.clear();
-        let mut epoch = self
-            .inner
-            .layers
-            .epoch
-            .write()
-            .unwrap_or_else(PoisonError::into_inner);
-        *epoch = state.epoch;
+        self.inner.layers.epoch.advance();
+        self.inner.state().clear();
     }
 
     /// Length of a sequence in tokens.

@@ -5,6 +5,7 @@
 mod admission;
 #[allow(clippy::module_inception)]
 mod cache;
+mod epoch;
 mod host;
 mod plan;
 mod pool;

@@ -1,10 +1,11 @@
 //! A reserved step: what a model's forward pass needs to know of the cache.
 
-use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, Weak};
+use std::sync::{Arc, Weak};
 
 use candle_core::Tensor;
 
 use super::cache::Inner;
+use super::epoch::{Epoch, InUse};
 use super::pool::LayerKv;
 use super::sequence::SequenceId;
 use crate::error::{Error, Result};
@@ -151,8 +152,7 @@ pub(super) struct Layers {
     /// Group of each layer.
     pub group: Vec<usize>,
     pub window: Vec<Option<usize>>,
-    /// Read while a layer is used, written by `clear`.
-    pub epoch: RwLock<u64>,
+    pub epoch: Epoch,
 }
 
 /// A layer of a [`StepPlan`]: the arguments of the ops.
@@ -168,7 +168,7 @@ pub struct LayerStep<'a> {
     pub cascade: Option<&'a Cascade>,
     /// Keys a query sees, itself included; `None` sees the whole context.
     pub window: Option<usize>,
-    _epoch: RwLockReadGuard<'a, u64>,
+    _in_use: InUse<'a>,
 }
 
 impl StepPlan {
@@ -219,15 +219,16 @@ impl StepPlan {
             .sum()
     }
 
-    /// What an op needs to work on `layer`. While the answer lives the cache cannot be
-    /// cleared, so what is written through it belongs to this plan's epoch.
+    /// What an op needs to work on `layer`. While the answer lives a
+    /// [`clear`](super::PagedKvCache::clear) waits, so what is written through it belongs to
+    /// this plan's epoch.
     ///
     /// # Errors
-    /// [`Error::StalePlan`] if the cache was cleared after the plan was made,
+    /// [`Error::StalePlan`] if the cache was cleared after the plan was made, or is about to be,
     /// [`Error::InvalidArgument`] if there is no such layer.
     pub fn layer(&self, layer: usize) -> Result<LayerStep<'_>> {
         const OP: &str = "step_plan";
-        let epoch = self.fresh(OP)?;
+        let in_use = self.fresh(OP)?;
         let group = self.layers.group.get(layer).copied();
         let of_group =
             group.and_then(|g| Some((self.buffers.tables.get(g)?, self.buffers.cascades.get(g)?)));
@@ -237,7 +238,7 @@ impl StepPlan {
                 table,
                 cascade: Some(cascade).filter(|cascade| cascade.tokens_saved() > 0),
                 window: self.layers.window.get(layer).copied().flatten(),
-                _epoch: epoch,
+                _in_use: in_use,
             }),
             _ => Err(Error::InvalidArgument {
                 op: OP,
@@ -248,21 +249,14 @@ impl StepPlan {
         }
     }
 
-    /// Holds the epoch of this plan, if it still is the cache's.
-    fn fresh(&self, op: &'static str) -> Result<RwLockReadGuard<'_, u64>> {
-        let epoch = self
-            .layers
-            .epoch
-            .read()
-            .unwrap_or_else(PoisonError::into_inner);
-        if *epoch == self.epoch {
-            return Ok(epoch);
-        }
-        Err(Error::StalePlan {
+    /// Keeps a clear waiting, if none has begun since the plan was made.
+    fn fresh(&self, op: &'static str) -> Result<InUse<'_>> {
+        let stale = |cache| Error::StalePlan {
             op,
             plan: self.epoch,
-            cache: *epoch,
-        })
+            cache,
+        };
+        self.layers.epoch.enter(self.epoch).map_err(stale)
     }
 
     /// Makes all rows part of their sequences. Blocks that are full now can be found by later

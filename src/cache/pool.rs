@@ -240,6 +240,17 @@ impl GroupSpec {
         len.div_ceil(block_size) - self.first_visible(len) / block_size
     }
 
+    /// Blocks without which a sequence cannot come to `len` tokens, even one by one: those that
+    /// one of them sees, itself included.
+    pub(crate) fn blocks_on_the_way(&self, len: usize, block_size: usize) -> usize {
+        let block_size = block_size.max(1);
+        // What a window holds repeats block by block.
+        (len.saturating_sub(block_size)..len)
+            .map(|at| (at + 1).div_ceil(block_size) - self.first_visible(at) / block_size)
+            .max()
+            .unwrap_or(0)
+    }
+
     /// First position that a query at `position` sees.
     pub(super) fn first_visible(&self, position: usize) -> usize {
         self.window.map_or(0, |window| {

@@ -91,6 +91,12 @@ impl PagedKvCache {
         self.changing(DISCARD)?.discard_swap(swap)
     }
 
+    /// Forgets a swapped sequence even while a plan is alive, which never looks at the host pool:
+    /// for owners that are dropped. A stale handle is none of their concern.
+    pub(crate) fn abandon_swap(&self, swap: SwapId) {
+        let _ = self.inner.state().discard_swap(swap);
+    }
+
     /// Sequences in the host pool.
     pub fn num_swapped(&self) -> usize {
         let state = self.inner.state();

@@ -39,6 +39,8 @@ impl Active {
         let beams = request
             .beams
             .map(|beams| Beams::new(beams, rules.max_tokens, rules.ids.clone()));
+        // Nothing comes before the first token of a prompt.
+        let unknown = request.prompt_logprobs.map(|_| None);
         let samples = if beams.is_some() { 0 } else { request.width() };
         let branches = (0..samples as u32).map(|b| (b, Branch::new(&request, tokenizer)));
         Self {
@@ -59,7 +61,7 @@ impl Active {
                 queued: None,
                 first_token: None,
                 total: std::time::Duration::ZERO,
-                prompt_logprobs: Vec::new(),
+                prompt_logprobs: unknown.into_iter().collect(),
             },
             request,
         }
@@ -155,9 +157,6 @@ impl Active {
     /// Keeps the log-probabilities of prompt token `position`, given those before it.
     pub(super) fn prompt_logprobs(&mut self, position: usize, logprobs: TokenLogprobs) {
         let known = &mut self.report.prompt_logprobs;
-        if known.is_empty() {
-            known.push(None);
-        }
         // A prompt that was preempted brings some of them twice.
         if known.len() == position {
             known.push(Some(logprobs));

@@ -13,6 +13,8 @@ use crate::error::Result;
 /// What became of a waiting sequence.
 enum Admission {
     Joined,
+    /// It is back, alone, and fills the pool: there is no row for its next token.
+    Stalled,
     /// Its prefix is being computed in this step: next step it is cached.
     Deferred,
     /// It does not fit, so nobody behind it is asked.
@@ -20,16 +22,18 @@ enum Admission {
 }
 
 impl Scheduler {
-    /// Lets waiting sequences into the step.
-    pub(super) fn admit(&mut self, step: &mut Step) -> Result<()> {
+    /// Lets waiting sequences into the step. Answers one that runs again but found no block.
+    pub(super) fn admit(&mut self, step: &mut Step) -> Result<Option<SeqKey>> {
         let mut next = self.waiting.first().copied();
         let mut deferred = 0;
+        let mut stalled = None;
         while let Some(rank) = next {
             if step.budget == 0 || deferred > self.config.max_sequences {
                 break;
             }
             match self.try_admit(step, rank.key)? {
                 Admission::Joined => {}
+                Admission::Stalled => stalled = Some(rank.key),
                 Admission::Deferred => deferred += 1,
                 Admission::Refused => break,
             }
@@ -37,7 +41,7 @@ impl Scheduler {
             next = self.waiting.range(behind).next().copied();
         }
         self.counts.deferrals += deferred as u64;
-        Ok(())
+        Ok(stalled)
     }
 
     fn try_admit(&mut self, step: &mut Step, key: SeqKey) -> Result<Admission> {
@@ -107,9 +111,10 @@ impl Scheduler {
         self.insert_running(running);
         let fitting = self.rows_that_fit(computed, step.free());
         let rows = pending.min(step.budget).min(fitting);
-        if rows > 0 {
-            self.push(step, Chunk { key, rows })?;
+        if rows == 0 {
+            return Ok(Admission::Stalled);
         }
+        self.push(step, Chunk { key, rows })?;
         Ok(Admission::Joined)
     }
 

@@ -143,6 +143,11 @@ impl Beams {
         self.done.truncate(self.options.width);
     }
 
+    /// Whether no text has ended yet.
+    pub(super) fn found_nothing(&self) -> bool {
+        self.done.is_empty()
+    }
+
     /// The hypotheses, the best first.
     pub(super) fn into_best(self) -> Vec<Hypothesis> {
         self.done

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use tokenizers::Tokenizer;
 
+use super::config::Limits;
 use super::output::{FinishReason, Output, TokenLogprobs};
 use super::request::{Request, RequestId};
 use super::stop::StopScanner;
@@ -40,19 +41,22 @@ pub(super) struct StopRules {
 }
 
 impl StopRules {
-    /// Rules for a request of an engine with these end-of-text tokens and a model with this
-    /// context length.
-    pub(super) fn new(request: &Request, eos: &[u32], context: usize) -> Self {
+    /// Rules for a request of an engine with these end-of-text tokens. One that the model does
+    /// not know never comes.
+    pub(super) fn new(request: &Request, eos: &[u32], limits: &Limits) -> Self {
         let mut ids = request.stop_ids.clone();
         if !request.ignore_eos {
-            ids.extend_from_slice(eos);
+            let known = eos.iter().filter(|&&id| (id as usize) < limits.vocab);
+            ids.extend(known);
         }
         ids.sort_unstable();
         ids.dedup();
         Self {
             ids,
             min_tokens: request.min_tokens,
-            max_tokens: request.max_tokens.min(context - request.prompt.len()),
+            max_tokens: request
+                .max_tokens
+                .min(limits.context - request.prompt.len()),
         }
     }
 

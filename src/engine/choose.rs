@@ -52,7 +52,10 @@ impl<M: CausalLm + ?Sized> Engine<M> {
         };
         let token = match self.sampler.choose(row, &choice) {
             Ok(token) => token,
-            Err(why) => return self.end_request(key.request, FinishReason::Failed(why)),
+            Err(why) => {
+                self.end_request(key.request, FinishReason::Failed(why));
+                return Ok(());
+            }
         };
         let Some(branch) = active.branches.get_mut(&key.branch) else {
             return Ok(());
@@ -66,11 +69,11 @@ impl<M: CausalLm + ?Sized> Engine<M> {
         }
         branch.push(token, &active.rules);
         active.report.generated_tokens += 1;
-        if branch.finish.is_some() {
-            self.scheduler.remove(key)
-        } else {
-            self.scheduler.extend(key, token)
+        if branch.finish.is_none() {
+            return self.scheduler.extend(key, token);
         }
+        self.scheduler.remove(key);
+        Ok(())
     }
 
     /// Brings a beam's continuations to its search, which goes on when all beams have.
@@ -86,7 +89,8 @@ impl<M: CausalLm + ?Sized> Engine<M> {
         let total = sampler::log_sum_exp(row);
         if !total.is_finite() {
             let why = FinishReason::Failed("the logits are not numbers".into());
-            return self.end_request(key.request, why);
+            self.end_request(key.request, why);
+            return Ok(());
         }
         // As in transformers, options that change logits change log-probabilities here.
         let mut logprobs: Vec<f32> = row.iter().map(|&x| (f64::from(x) - total) as f32).collect();
@@ -118,8 +122,13 @@ impl<M: CausalLm + ?Sized> Engine<M> {
         if !children.is_empty() {
             return self.grow(key, &children);
         }
+        if beams.found_nothing() {
+            let why = FinishReason::Failed(sampler::NO_TOKEN.into());
+            self.end_request(key.request, why);
+            return Ok(());
+        }
         for key in self.scheduler.branches(key.request) {
-            self.scheduler.remove(key)?;
+            self.scheduler.remove(key);
         }
         if let Some(beams) = active.beams.take() {
             active.found(beams.into_best(), self.tokenizer.as_ref());
@@ -152,7 +161,7 @@ impl<M: CausalLm + ?Sized> Engine<M> {
         }
         for &(branch, _) in &beams.live {
             if !live.iter().any(|&(taken, _)| taken == branch) {
-                self.scheduler.remove(SeqKey { branch, ..any })?;
+                self.scheduler.remove(SeqKey { branch, ..any });
             }
         }
         for (child, &(branch, _)) in children.iter().zip(&live) {

@@ -13,7 +13,8 @@ pub enum Preemption {
     /// They are moved to host memory. If the cache has none, or it is full, as `Recompute`.
     Swap,
     /// `Swap` where moving the blocks out and in takes less time than computing their tokens
-    /// would, by what both have taken so far; else `Recompute`.
+    /// would, by what both have taken so far (tokens in steps that were mostly prompts, which
+    /// computing again is like); else `Recompute`.
     ///
     /// Both costs grow with the length of the sequence, so neither is right for every machine
     /// and model: a large model makes tokens dear, and a slow bus makes bytes dear.
@@ -144,7 +145,7 @@ impl Limits {
             return Err(refuse("samples or beams", rule, width));
         }
         for (group, &blocks) in self.spec.groups.iter().zip(&self.blocks) {
-            let needed = group.blocks_held(prompt + 1, self.block_size);
+            let needed = group.blocks_on_the_way(prompt + 1, self.block_size);
             if needed > blocks {
                 return Err(Error::OutOfBlocks {
                     op: OP,

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use candle_core::DType;
 use tokenizers::Tokenizer;
 
 use super::active::Active;
@@ -12,12 +13,12 @@ use super::config::{EngineConfig, Limits};
 use super::metrics::{Metrics, Stats};
 use super::output::{FinishReason, Output};
 use super::random;
-use super::request::{Request, RequestId};
+use super::request::{Request, RequestId, refuse};
 use super::sampler::Sampler;
 use super::scheduler::Scheduler;
 use super::sequence::{SeqKey, Sequence};
 use crate::block::Namespace;
-use crate::cache::{AddOptions, Cost, Feed, Logits, PagedKvCache, Pin};
+use crate::cache::{AddOptions, CacheSpec, Cost, Feed, GroupSpec, Logits, PagedKvCache, Pin};
 use crate::error::{Error, Result};
 use crate::models::CausalLm;
 
@@ -30,8 +31,9 @@ use crate::models::CausalLm;
 /// not on preemptions, not on cached prefixes (as far as the model gives the same logits for
 /// the same tokens: within rounding, see the design of the ops).
 ///
-/// The engine owns the sequences it makes in the cache. Others may use the cache between
-/// steps; what they hold is missing from the pool.
+/// The engine owns the sequences it makes in the cache, and gives them back when it is dropped.
+/// Others may use the cache between steps; what they hold is missing from the pool. Where they
+/// [clear](PagedKvCache::clear) it, all that runs is computed anew.
 ///
 /// Continuous batching is from Orca (Yu et al. 2022), chunked prefill from Sarathi-Serve
 /// (Agrawal et al. 2024).
@@ -61,6 +63,7 @@ impl<M: CausalLm + ?Sized> Engine<M> {
     /// was made for other layers than the model's.
     pub fn new(model: Arc<M>, cache: PagedKvCache, config: EngineConfig) -> Result<Self> {
         config.check()?;
+        check_layers(model.as_ref(), cache.spec())?;
         let (vocab, context) = (model.vocab_size(), model.context_length());
         Ok(Self {
             limits: Limits::new(vocab, context, &cache, config.max_sequences),
@@ -109,7 +112,7 @@ impl<M: CausalLm + ?Sized> Engine<M> {
 
     /// Takes a request that has been checked.
     pub(super) fn accept(&mut self, id: RequestId, request: Request) {
-        let rules = StopRules::new(&request, &self.eos, self.limits.context);
+        let rules = StopRules::new(&request, &self.eos, &self.limits);
         let seed = random::seed_of(self.scheduler.config.seed, id.0);
         self.scheduler.add(Sequence::new(id, &request));
         let active = Active::new(id, request, rules, seed, self.tokenizer.as_ref());
@@ -129,13 +132,10 @@ impl<M: CausalLm + ?Sized> Engine<M> {
     }
 
     /// Ends a request. Its last outputs leave with the next [`step`](Self::step). Unknown and
-    /// finished requests are ignored: a cancellation often crosses the end on its way.
-    ///
-    /// # Errors
-    /// [`Error::PlanOutstanding`] if somebody else holds a plan of the cache; nothing has
-    /// changed then.
-    pub fn cancel(&mut self, request: RequestId) -> Result<()> {
-        self.end_request(request, FinishReason::Cancelled)
+    /// finished requests are ignored: a cancellation often crosses the end on its way. While
+    /// somebody else holds a plan of the cache, its blocks return when that has ended.
+    pub fn cancel(&mut self, request: RequestId) {
+        self.end_request(request, FinishReason::Cancelled);
     }
 
     /// Takes the blocks of a running request, as the scheduler does when they run out. It
@@ -143,7 +143,8 @@ impl<M: CausalLm + ?Sized> Engine<M> {
     /// are ignored.
     ///
     /// # Errors
-    /// As [`cancel`](Self::cancel).
+    /// [`Error::PlanOutstanding`] if somebody else holds a plan of the cache; nothing has
+    /// changed then.
     pub fn preempt(&mut self, request: RequestId) -> Result<()> {
         for key in self.scheduler.branches(request) {
             self.scheduler.preempt(key)?;
@@ -166,8 +167,15 @@ impl<M: CausalLm + ?Sized> Engine<M> {
     ///
     /// # Errors
     /// [`Error::OutOfBlocks`] if it does not fit beside what runs, [`Error::TokenOutOfRange`],
-    /// [`Error::Empty`], or what the model answers. Nothing has changed then.
+    /// [`Error::Empty`], [`Error::InvalidArgument`] without a prefix cache, or what the model answers. Nothing has changed then.
     pub fn pin_prefix(&mut self, tokens: &[u32], namespace: Namespace) -> Result<Pin> {
+        if !self.scheduler.config.prefix_cache {
+            return Err(refuse(
+                "pin_prefix",
+                "an engine with a prefix cache",
+                "one without",
+            ));
+        }
         let request = Request::new(tokens).with_namespace(namespace.clone());
         request.check(&self.limits)?;
         let options = AddOptions::default().with_namespace(namespace);
@@ -204,25 +212,21 @@ impl<M: CausalLm + ?Sized> Engine<M> {
 
     /// Ends the requests of the step that failed, or all if none had been chosen, because it
     /// fails again and again. `generate` and the engine's thread do so after the second time.
-    ///
-    /// # Errors
-    /// As [`cancel`](Self::cancel).
-    pub fn fail_step(&mut self, error: &Error) -> Result<()> {
+    pub fn fail_step(&mut self, error: &Error) {
         let mut failed: Vec<RequestId> = self.last_step.iter().map(|key| key.request).collect();
         if failed.is_empty() {
             failed.extend(self.requests.keys());
         }
         for id in failed {
-            self.end_request(id, FinishReason::Failed(error.to_string()))?;
+            self.end_request(id, FinishReason::Failed(error.to_string()));
         }
-        Ok(())
     }
 
     /// Ends every sample of a request and returns its blocks.
-    pub(super) fn end_request(&mut self, id: RequestId, reason: FinishReason) -> Result<()> {
+    pub(super) fn end_request(&mut self, id: RequestId, reason: FinishReason) {
         let keys = self.scheduler.branches(id);
         let Some(active) = self.requests.get_mut(&id) else {
-            return Ok(());
+            return;
         };
         if let Some(beams) = &mut active.beams {
             for (branch, sum) in beams.live.clone() {
@@ -230,18 +234,18 @@ impl<M: CausalLm + ?Sized> Engine<M> {
                     request: id,
                     branch,
                 };
-                let generated = self.scheduler.get(key)?.generated();
+                let beam = self.scheduler.sequences.get(&key);
+                let generated = beam.map_or(&[][..], Sequence::generated);
                 if !generated.is_empty() {
                     beams.complete(generated.to_vec(), sum, reason.clone());
                 }
             }
         }
         for key in keys {
-            self.scheduler.remove(key)?;
+            self.scheduler.remove(key);
         }
         active.end(&reason, self.tokenizer.as_ref());
         self.flush(id);
-        Ok(())
     }
 
     /// Moves what a request has to say into `ready`, and forgets it if it has ended.
@@ -255,4 +259,18 @@ impl<M: CausalLm + ?Sized> Engine<M> {
             self.requests.remove(&id);
         }
     }
+}
+
+/// The groups have to be those of the model; in which dtype they keep their rows is free.
+fn check_layers<M: CausalLm + ?Sized>(model: &M, have: &CacheSpec) -> Result<()> {
+    let want = model.cache_spec(DType::F32)?.groups;
+    let fits = |(have, want): (&GroupSpec, GroupSpec)| {
+        let format = have.format;
+        *have == GroupSpec { format, ..want }
+    };
+    if have.groups.len() == want.len() && have.groups.iter().zip(want.clone()).all(fits) {
+        return Ok(());
+    }
+    let expected = format!("a cache for the layers {want:?}");
+    Err(refuse("cache", expected, format!("{:?}", have.groups)))
 }

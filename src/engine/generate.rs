@@ -71,8 +71,7 @@ impl<M: CausalLm + ?Sized> Engine<M> {
     ///
     /// # Errors
     /// A step that fails twice ends the requests in it as
-    /// [`FinishReason::Failed`](super::FinishReason::Failed); an error leaves only when not
-    /// even that is possible.
+    /// [`FinishReason::Failed`](super::FinishReason::Failed).
     pub fn generate(
         &mut self,
         requests: Vec<Request>,
@@ -101,7 +100,7 @@ impl<M: CausalLm + ?Sized> Engine<M> {
                 Err(error) => {
                     failures += 1;
                     if failures > 1 {
-                        self.fail_step(&error)?;
+                        self.fail_step(&error);
                     }
                     continue;
                 }

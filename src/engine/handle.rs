@@ -189,7 +189,7 @@ impl<M: CausalLm + ?Sized> Worker<M> {
         }
         let open: Vec<RequestId> = self.engine.requests.keys().copied().collect();
         for id in open {
-            let _ = self.engine.cancel(id);
+            self.engine.cancel(id);
         }
         self.deliver();
         self.publish();
@@ -216,13 +216,7 @@ impl<M: CausalLm + ?Sized> Worker<M> {
                     self.sinks.insert(id, sink);
                     self.engine.accept(id, *request);
                 }
-                Command::Cancel(id) => {
-                    if self.engine.cancel(id).is_err() {
-                        // Somebody else holds a plan: the sink hears nothing more, and the
-                        // request ends by itself.
-                        self.sinks.remove(&id);
-                    }
-                }
+                Command::Cancel(id) => self.engine.cancel(id),
                 Command::Stop => return false,
             }
         }
@@ -247,7 +241,7 @@ impl<M: CausalLm + ?Sized> Worker<M> {
             tracing::warn!(%error, "a step failed");
             self.failures += 1;
             if self.failures > 1 {
-                let _ = self.engine.fail_step(&error);
+                self.engine.fail_step(&error);
             }
             // If somebody else holds a plan only time helps.
             std::thread::sleep(Duration::from_millis(1));
@@ -267,7 +261,7 @@ impl<M: CausalLm + ?Sized> Worker<M> {
                 self.sinks.remove(&id);
             }
             if heard.is_err() {
-                let _ = self.engine.end_request(id, FinishReason::Cancelled);
+                self.engine.end_request(id, FinishReason::Cancelled);
             }
         }
     }

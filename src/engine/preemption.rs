@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 /// What preemption costs on this machine, as measured.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Costs {
-    /// Seconds per token of a step; 0 until one has run.
+    /// Seconds per token of a prompt, which computing again is like; 0 until one has run.
     per_token: f64,
     /// Seconds per block, one way; 0 until one has been moved, so that there is a first time.
     per_block: f64,
@@ -21,8 +21,12 @@ impl Costs {
     /// Share of a new measurement in the estimate.
     const NEW: f64 = 0.1;
 
-    pub(super) fn computed(&mut self, tokens: usize, took: Duration) {
-        Self::note(&mut self.per_token, tokens, took);
+    /// A step of `tokens` of some sequences. One that mostly decodes says nothing: its tokens
+    /// cost many times those of a prompt.
+    pub(super) fn computed(&mut self, tokens: usize, sequences: usize, took: Duration) {
+        if tokens > 4 * sequences {
+            Self::note(&mut self.per_token, tokens, took);
+        }
     }
 
     fn moved(&mut self, blocks: u64, took: Duration) {

@@ -30,6 +30,9 @@ pub(super) struct Sampler {
     candidates: Vec<Candidate>,
 }
 
+/// Why there is no next token where masks have left none.
+pub(super) const NO_TOKEN: &str = "no token is left to sample";
+
 /// A token and its probability relative to the most likely one.
 type Candidate = (u32, f64);
 
@@ -132,11 +135,11 @@ pub(super) fn adjust(logits: &mut [f32], choice: &Choice<'_>) {
         seen.dedup();
         for token in seen {
             let logit = &mut logits[token as usize];
-            *logit *= if *logit > 0.0 {
-                sampling.repetition_penalty.recip()
+            if *logit > 0.0 {
+                *logit /= sampling.repetition_penalty;
             } else {
-                sampling.repetition_penalty
-            };
+                *logit *= sampling.repetition_penalty;
+            }
         }
     }
     if sampling.presence_penalty != 0.0 || sampling.frequency_penalty != 0.0 {
@@ -177,19 +180,23 @@ fn most_likely(logits: &[f32]) -> Result<(u32, f32), String> {
         return Err("the logits are not numbers".into());
     }
     if !best.1.is_finite() {
-        return Err("no token is left to sample".into());
+        return Err(NO_TOKEN.into());
     }
     Ok(best)
 }
 
-/// Most likely first, the smaller id among equals.
-fn by_likelihood<T: PartialOrd>(a: &(u32, T), b: &(u32, T)) -> Ordering {
-    let weight = b.1.partial_cmp(&a.1).unwrap_or(Ordering::Equal);
-    weight.then(a.0.cmp(&b.0))
+/// Most likely first, the smaller id among equals. What is no number is least likely.
+fn by_likelihood<T: Copy + Into<f64>>(a: &(u32, T), b: &(u32, T)) -> Ordering {
+    let weight = |x: T| match x.into() {
+        x if x.is_nan() => f64::NEG_INFINITY,
+        // Both zeros are one.
+        x => x + 0.0,
+    };
+    weight(b.1).total_cmp(&weight(a.1)).then(a.0.cmp(&b.0))
 }
 
 /// Keeps the `k` most likely, in order. Linear in the candidates.
-fn keep_largest<T: PartialOrd>(candidates: &mut Vec<(u32, T)>, k: usize) {
+fn keep_largest<T: Copy + Into<f64>>(candidates: &mut Vec<(u32, T)>, k: usize) {
     if k < candidates.len() {
         candidates.select_nth_unstable_by(k, by_likelihood);
         candidates.truncate(k);

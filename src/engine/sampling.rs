@@ -126,9 +126,11 @@ impl Sampling {
         if self.allowed.as_ref().is_some_and(Vec::is_empty) {
             return Err(refuse("allowed", "at least one token", "none"));
         }
-        if let Some((token, bias)) = self.logit_bias.iter().find(|(_, bias)| bias.is_nan()) {
+        // -inf bans a token; +inf would leave no probability to the others.
+        let refused = |bias: f32| bias.is_nan() || bias == f32::INFINITY;
+        if let Some((token, bias)) = self.logit_bias.iter().find(|(_, bias)| refused(*bias)) {
             let got = format!("{bias} for token {token}");
-            return Err(refuse("logit_bias", "a number", got));
+            return Err(refuse("logit_bias", "a number below infinity", got));
         }
         let biased: Vec<u32> = self.logit_bias.iter().map(|&(token, _)| token).collect();
         vocabulary(&biased)?;

@@ -82,6 +82,8 @@ pub(super) struct Scheduler {
     /// Sequences that hold blocks, in order of rank.
     pub(super) running: Vec<SeqKey>,
     pub(super) step: u64,
+    /// How often the cache had been cleared when last looked at.
+    epoch: u64,
     pub(super) counts: Counts,
     /// Requests that ran for the first time, with their cached tokens, since the last look.
     pub(super) started: Vec<(RequestId, usize)>,
@@ -100,6 +102,7 @@ impl Scheduler {
                 .usage()
                 .iter()
                 .any(|usage| usage.host_blocks_total > 0),
+            epoch: cache.epoch(),
             cache,
             config,
             sequences: BTreeMap::new(),
@@ -140,6 +143,7 @@ impl Scheduler {
     /// Chooses the next step. `admit` lets waiting sequences in.
     pub(super) fn schedule(&mut self, mut admit: bool) -> Result<Decision> {
         self.step += 1;
+        self.find_cleared();
         self.find_overdue();
         loop {
             let mut step = Step {
@@ -147,9 +151,9 @@ impl Scheduler {
                 available: self.cache.available_blocks(),
                 ..Step::default()
             };
-            let stalled = self.feed_running(&mut step)?;
+            let mut stalled = self.feed_running(&mut step)?;
             if admit && stalled.is_none() {
-                self.admit(&mut step)?;
+                stalled = self.admit(&mut step)?;
             }
             if !step.chunks.is_empty() {
                 return Ok(Decision::Run(step.chunks));
@@ -288,20 +292,42 @@ impl Scheduler {
         Ok(())
     }
 
-    /// Forgets a sequence; its blocks return.
-    pub(super) fn remove(&mut self, key: SeqKey) -> Result<()> {
-        let sequence = self.get(key)?;
-        let rank = sequence.rank();
+    /// Forgets a sequence, if there is one; its blocks return, at the latest when a plan that
+    /// somebody else holds has ended.
+    pub(super) fn remove(&mut self, key: SeqKey) {
+        let Some(sequence) = self.sequences.remove(&key) else {
+            return;
+        };
+        self.waiting.remove(&sequence.rank());
+        self.running.retain(|&other| other != key);
+        self.give_back(&sequence);
+    }
+
+    fn give_back(&self, sequence: &Sequence) {
         if let Some(id) = sequence.held {
-            self.cache.remove(id)?;
+            self.cache.discard(id);
         }
         if let Some(swap) = sequence.swapped {
-            self.cache.discard_swap(swap)?;
+            self.cache.abandon_swap(swap);
         }
-        self.waiting.remove(&rank);
-        self.running.retain(|&other| other != key);
-        self.sequences.remove(&key);
-        Ok(())
+    }
+
+    /// Somebody may have cleared the cache: then every sequence is to be computed anew.
+    fn find_cleared(&mut self) {
+        let epoch = self.cache.epoch();
+        if std::mem::replace(&mut self.epoch, epoch) == epoch {
+            return;
+        }
+        self.running.clear();
+        for sequence in self.sequences.values_mut() {
+            self.waiting.remove(&sequence.rank());
+            sequence.preempted |= sequence.held.is_some() || sequence.swapped.is_some();
+            (sequence.held, sequence.swapped) = (None, None);
+            sequence.computed = 0;
+            // A parked beam has nothing to compute before its search goes on.
+            let rank = (!sequence.parked).then(|| sequence.rank());
+            self.waiting.extend(rank);
+        }
     }
 
     pub(super) fn insert_running(&mut self, rank: Rank) {
@@ -328,6 +354,15 @@ impl Scheduler {
                 sequence.overdue = true;
                 self.waiting.insert(sequence.rank());
             }
+        }
+    }
+}
+
+/// Nobody else knows the sequences.
+impl Drop for Scheduler {
+    fn drop(&mut self) {
+        for sequence in self.sequences.values() {
+            self.give_back(sequence);
         }
     }
 }

@@ -1,5 +1,6 @@
 //! One step: schedule, reserve, run, commit, choose.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Instant;
 
 use candle_core::{DType, Device, Storage, Tensor};
@@ -31,7 +32,8 @@ impl<M: CausalLm + ?Sized> Engine<M> {
     /// # Errors
     /// What the model answers, and [`Error::PlanOutstanding`] if somebody else holds a plan of
     /// the cache. Nothing is lost then: the next step tries the same tokens again. See
-    /// [`fail_step`](Self::fail_step).
+    /// [`fail_step`](Self::fail_step). What goes wrong once they are computed, while the next
+    /// ones are chosen, ends its request as [`FinishReason::Failed`].
     pub fn step(&mut self) -> Result<Vec<Output>> {
         self.last_step.clear();
         if let Some((chunks, plan)) = self.reserve()? {
@@ -49,7 +51,7 @@ impl<M: CausalLm + ?Sized> Engine<M> {
                 Decision::Run(chunks) => chunks,
                 Decision::Idle => return Ok(None),
                 Decision::Full(key) => {
-                    self.end_sequence(key, FinishReason::CacheFull)?;
+                    self.end_sequence(key, FinishReason::CacheFull);
                     continue;
                 }
             };
@@ -60,7 +62,7 @@ impl<M: CausalLm + ?Sized> Engine<M> {
                 Err(Error::OutOfBlocks { .. }) => {
                     admit = false;
                     if let Some(key) = self.scheduler.give_way()? {
-                        self.end_sequence(key, FinishReason::CacheFull)?;
+                        self.end_sequence(key, FinishReason::CacheFull);
                     }
                 }
                 Err(error) => return Err(error),
@@ -104,7 +106,7 @@ impl<M: CausalLm + ?Sized> Engine<M> {
         };
         self.scheduler
             .costs
-            .computed(plan.num_rows(), start.elapsed());
+            .computed(plan.num_rows(), chunks.len(), start.elapsed());
         plan.commit()?;
 
         let mut first = 0;
@@ -141,7 +143,15 @@ impl<M: CausalLm + ?Sized> Engine<M> {
         };
         for brought in brought {
             let rows = &host[brought.first * vocab..(brought.first + brought.rows) * vocab];
-            self.take_rows(&brought, rows)?;
+            // Its tokens are computed and its logits are here once: what goes wrong now cannot
+            // be tried again, and is the end of this request alone.
+            let taken = catch_unwind(AssertUnwindSafe(|| self.take_rows(&brought, rows)));
+            let why = match taken {
+                Ok(Ok(())) => continue,
+                Ok(Err(error)) => error.to_string(),
+                Err(_) => "choosing a token panicked".into(),
+            };
+            self.end_request(brought.key.request, FinishReason::Failed(why));
         }
         for chunk in chunks {
             self.flush(chunk.key.request);
@@ -196,18 +206,17 @@ impl<M: CausalLm + ?Sized> Engine<M> {
     }
 
     /// Ends a sequence, and with it its request if all samples depend on it.
-    pub(super) fn end_sequence(&mut self, key: SeqKey, reason: FinishReason) -> Result<()> {
-        let shared = self.scheduler.get(key)?.width > 1;
+    fn end_sequence(&mut self, key: SeqKey, reason: FinishReason) {
+        let shared = (self.scheduler.sequences.get(&key)).is_some_and(|s| s.width > 1);
         let active = self.requests.get_mut(&key.request);
         if shared || active.as_ref().is_some_and(|active| active.beams.is_some()) {
             return self.end_request(key.request, reason);
         }
-        self.scheduler.remove(key)?;
+        self.scheduler.remove(key);
         if let Some(branch) = active.and_then(|active| active.branches.get_mut(&key.branch)) {
             branch.end(reason);
         }
         self.flush(key.request);
-        Ok(())
     }
 
     /// Writes what the scheduler did into the reports of the requests.

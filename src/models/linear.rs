@@ -16,10 +16,10 @@ const OP: &str = "linear";
 ///
 /// It computes the same function at any number of rows: a row alone equals the same row of a
 /// batch within the rounding of f32 sums, and to the bit where the kernels of this crate run
-/// (f32, f16, bf16, Q8_0, Q4_0 and Q4_1 on a CPU). There dense weights are kept in their dtype
-/// and multiplied in f32, whatever it is; on other devices dense products run in the dtype of
-/// the weight. Quantised products round the activations to 8 bits per block, as ggml and
-/// candle's [`QMatMul`] do, from f32.
+/// (f32, f16, bf16, Q8_0, Q4_0, Q4_1, Q4_K, Q5_K and Q6_K on a CPU). There dense weights are
+/// kept in their dtype and multiplied in f32, whatever it is; on other devices dense products
+/// run in the dtype of the weight. Quantised products round the activations to 8 bits per block,
+/// as ggml and candle's [`QMatMul`] do, from f32.
 #[derive(Debug, Clone)]
 pub struct Linear {
     weight: Weight,

@@ -263,18 +263,24 @@ pub fn cascade_attention(
     cascade: &Cascade,
     options: &AttentionOptions,
 ) -> Result<Tensor> {
-    let ops = (paged_attention as Plain, paged_attention_state as State);
+    let ops = (
+        paged_attention as Plain,
+        paged_attention_state as State,
+        merge_states as Merge,
+    );
     compose(ops, q, (k_cache, v_cache), cascade, options)
 }
 
 /// [`paged_attention`] or its portable twin.
 type Plain = fn(&Tensor, &Tensor, &Tensor, &PageTable, &AttentionOptions) -> Result<Tensor>;
+/// [`merge_states`] or its portable twin.
+type Merge = fn(&AttnState, &AttnState) -> Result<AttnState>;
 /// [`paged_attention_state`] or its portable twin.
 type State = fn(&Tensor, &Tensor, &Tensor, &PageTable, &AttentionOptions) -> Result<AttnState>;
 
 /// The cascade of any two ops that attend.
 pub(super) fn compose(
-    (attend, attend_state): (Plain, State),
+    (attend, attend_state, merge): (Plain, State, Merge),
     q: &Tensor,
     (k_cache, v_cache): (&Tensor, &Tensor),
     cascade: &Cascade,
@@ -313,7 +319,7 @@ pub(super) fn compose(
         let slopes = Tensor::from_slice(slopes, (1, slopes.len()), device)?;
         shared.lse = (shared.lse - shift.broadcast_mul(&slopes)?)?;
     }
-    let mut state = merge_states(&shared, &own)?;
+    let mut state = merge(&shared, &own)?;
     if let Some(sinks) = &options.sinks {
         state.out = take_sinks(&state, sinks)?;
     }

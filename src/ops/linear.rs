@@ -6,18 +6,18 @@ use std::sync::Arc;
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{CpuStorage, CustomOp1, DType, Layout, Shape, Storage, Tensor};
 
-use super::cpu::linear::{Format, Packed, Stored};
+use super::cpu::linear::{Format, Packed, Stored, SuperFormat};
 use crate::error::{Error, Result};
 
 const OP: &str = "linear";
 
-/// A weight matrix `[out, inp]` for products on a CPU: f32, f16, bf16, Q8_0, Q4_0 or Q4_1, as
-/// many bits as it was stored with, plus zeros that fill `out` up to a multiple of 32 (of 16
-/// for the block formats).
+/// A weight matrix `[out, inp]` for products on a CPU: f32, f16, bf16, Q8_0, Q4_0, Q4_1, Q4_K,
+/// Q5_K or Q6_K, as many bits as it was stored with (1/8 bit more for Q4_K and Q5_K), plus zeros
+/// that fill `out` up to a multiple of 32 (of 16 for the block formats).
 ///
 /// A row has the same bits alone and in any batch. Sums are in f32; the block formats round
-/// the activations to 8 bits per block of 32, as ggml does (candle takes 256 at a time for Q8_0 on
-/// some machines). Cloning shares the weights.
+/// the activations to 8 bits per block of 32, the K formats per block of 256, as ggml does
+/// (candle takes 256 at a time for Q8_0 too on some machines). Cloning shares the weights.
 #[derive(Clone)]
 pub(crate) struct PackedLinear {
     packed: Arc<Packed>,
@@ -35,7 +35,7 @@ impl fmt::Debug for PackedLinear {
 impl PackedLinear {
     /// Whether [`Self::from_quantized`] takes a format.
     pub(crate) fn takes(dtype: GgmlDType) -> bool {
-        format(dtype).is_some()
+        stored(dtype, &[]).is_some()
     }
 
     /// Packs dense matrices `[rows, inp]` of one dtype, one above the other. Costs a copy; the
@@ -98,28 +98,25 @@ impl PackedLinear {
         let mut bytes = Vec::with_capacity(parts.len());
         for (number, part) in parts.iter().enumerate() {
             let (rows, columns) = dims2("weight", part.shape().dims())?;
-            let format = match format(part.dtype()) {
-                Some(format) if part.dtype() == parts[0].dtype() => format,
-                _ => {
-                    return Err(Error::Unsupported {
-                        what: "block format of a packed weight",
-                        got: format!("{:?}", part.dtype()),
-                        supported: "Q8_0, Q4_0 or Q4_1, one for all parts".into(),
-                    });
-                }
-            };
+            if part.dtype() != parts[0].dtype() || !Self::takes(part.dtype()) {
+                return Err(Error::Unsupported {
+                    what: "block format of a packed weight",
+                    got: format!("{:?}", part.dtype()),
+                    supported: "Q8_0, Q4_0, Q4_1, Q4_K, Q5_K or Q6_K, one for all parts".into(),
+                });
+            }
             if number > 0 && columns != inp {
                 let expected = format!("[out, {inp}]");
                 return Err(shape("weight", expected, part.shape().dims()));
             }
-            bytes.push((format, part.data()?));
+            bytes.push((part.dtype(), part.data()?));
             (out, inp) = (out + rows, columns);
         }
-        let stored: Vec<_> = bytes
+        let stored = bytes
             .iter()
-            .map(|(format, bytes)| Stored::Blocks(*format, bytes))
-            .collect();
-        Self::new(Some(&stored), out, inp)
+            .map(|(dtype, bytes)| stored(*dtype, bytes))
+            .collect::<Option<Vec<_>>>();
+        Self::new(stored.as_deref(), out, inp)
     }
 
     fn new(stored: Option<&[Stored<'_>]>, out: usize, inp: usize) -> Result<Self> {
@@ -199,13 +196,17 @@ impl CustomOp1 for PackedLinear {
     }
 }
 
-fn format(dtype: GgmlDType) -> Option<Format> {
-    match dtype {
-        GgmlDType::Q8_0 => Some(Format::Q8_0),
-        GgmlDType::Q4_0 => Some(Format::Q4_0),
-        GgmlDType::Q4_1 => Some(Format::Q4_1),
-        _ => None,
-    }
+/// Blocks of a format, `None` where there is no kernel for it.
+fn stored(dtype: GgmlDType, bytes: &[u8]) -> Option<Stored<'_>> {
+    Some(match dtype {
+        GgmlDType::Q8_0 => Stored::Blocks(Format::Q8_0, bytes),
+        GgmlDType::Q4_0 => Stored::Blocks(Format::Q4_0, bytes),
+        GgmlDType::Q4_1 => Stored::Blocks(Format::Q4_1, bytes),
+        GgmlDType::Q4K => Stored::Superblocks(SuperFormat::Q4K, bytes),
+        GgmlDType::Q5K => Stored::Superblocks(SuperFormat::Q5K, bytes),
+        GgmlDType::Q6K => Stored::Superblocks(SuperFormat::Q6K, bytes),
+        _ => return None,
+    })
 }
 
 /// The elements of a contiguous tensor, `None` if it is another kind of tensor than checked.

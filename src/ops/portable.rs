@@ -8,7 +8,7 @@
 use candle_core::{DType, Device, Tensor};
 
 use super::cascade::{self, Cascade};
-use super::merge::{finite_or_zero, one_if_zero};
+use super::merge::{finite_or_zero, merge_by_tensor_ops, one_if_zero};
 use super::{AttentionOptions, AttnState, PageTable, check};
 use crate::error::Result;
 
@@ -74,7 +74,8 @@ pub fn paged_attention_state(
     )
 }
 
-/// [`cascade_attention`](super::cascade_attention) from the two ops above.
+/// [`cascade_attention`](super::cascade_attention) from the two ops above and
+/// tensor ops.
 ///
 /// # Errors
 /// Those of [`cascade_attention`](super::cascade_attention), and for a cache that is not
@@ -86,7 +87,11 @@ pub fn cascade_attention(
     cascade: &Cascade,
     options: &AttentionOptions,
 ) -> Result<Tensor> {
-    let ops = (paged_attention as _, paged_attention_state as _);
+    let ops = (
+        paged_attention as _,
+        paged_attention_state as _,
+        merge_by_tensor_ops as _,
+    );
     cascade::compose(ops, q, (k_cache, v_cache), cascade, options)
 }
 

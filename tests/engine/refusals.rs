@@ -17,7 +17,7 @@ fn bad_requests_are_refused_and_others_unharmed() {
     let good = prompt(1, 6, 30);
     let id = engine.add_request(request(&good, 4)).unwrap();
     type Change = fn(&mut Request);
-    let invalid: [(&str, Change); 22] = [
+    let invalid: [(&str, Change); 23] = [
         ("temperature", |r| r.sampling.temperature = -1.0),
         ("temperature", |r| r.sampling.temperature = f32::NAN),
         ("temperature", |r| r.sampling.temperature = f32::INFINITY),
@@ -37,6 +37,9 @@ fn bad_requests_are_refused_and_others_unharmed() {
         }),
         ("logit_bias", |r| {
             r.sampling.logit_bias = vec![(1, f32::NAN)]
+        }),
+        ("logit_bias", |r| {
+            r.sampling.logit_bias = vec![(1, f32::INFINITY)]
         }),
         ("allowed", |r| r.sampling.allowed = Some(vec![])),
         ("n", |r| r.n = 0),

@@ -143,7 +143,7 @@ fn play<M: CausalLm>(
             && let Some((&id, asked)) = known.iter().nth(rng.below(known.len().max(1)))
         {
             if asked.cancelled {
-                engine.cancel(id).unwrap();
+                engine.cancel(id);
             } else {
                 engine.preempt(id).unwrap();
             }

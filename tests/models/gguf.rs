@@ -325,21 +325,29 @@ fn q8_0_with_256_columns_is_as_near_as_candle() {
     }
 }
 
-/// What quantisers make: v and down in a finer format, so that q and k are fused and v is not.
+/// What quantisers make of a file of 4 bits: v and down in a finer format, so that q and k are
+/// fused and v is not, and so the head, which is the embedding where there is no other.
 #[test]
 fn mixed_formats_in_one_layer() {
-    let tiny = quantizable(256);
-    let mut weights = as_gguf(&tiny, &tiny.weights(49));
-    for part in ["attn_q", "attn_k", "attn_output", "ffn_gate", "ffn_up"] {
-        weights.quantize(part, GgmlDType::Q4K);
-    }
-    for part in ["attn_v", "ffn_down", "output.weight"] {
-        weights.quantize(part, GgmlDType::Q6K);
-    }
-    let mut both = from_one_file(&tiny, &weights);
-    for len in [1, 20] {
-        let far = both.median_distance(50..55, len, tiny.vocab);
-        assert!(far <= 1e-6, "{len} tokens: {far}");
+    for tied in [false, true] {
+        let tiny = Tiny {
+            tied,
+            ..quantizable(256)
+        };
+        let mut weights = as_gguf(&tiny, &tiny.weights(49));
+        for part in ["attn_q", "attn_k", "attn_output", "ffn_gate", "ffn_up"] {
+            weights.quantize(part, GgmlDType::Q4K);
+        }
+        for part in ["attn_v", "ffn_down", "output.weight"] {
+            weights.quantize(part, GgmlDType::Q6K);
+        }
+        let embedding = if tied { GgmlDType::Q6K } else { GgmlDType::Q4K };
+        weights.quantize("token_embd", embedding);
+        let mut both = from_one_file(&tiny, &weights);
+        for len in [1, 20] {
+            let far = both.median_distance(50..55, len, tiny.vocab);
+            assert!(far <= 1e-6, "tied {tied}, {len} tokens: {far}");
+        }
     }
 }
 

@@ -105,6 +105,24 @@ fn decode_row_equals_prefill_row() {
     }
 }
 
+/// Every number of rows from the streaming kernel to several blocks of the matrix kernel, their
+/// contexts around the edges of its tiles.
+#[test]
+fn every_number_of_rows() {
+    let seqs: Vec<_> = (1..=60).map(|rows| (rows + 100 + rows % 7, rows)).collect();
+    for (heads, kv_heads, dims) in [(6, 2, (24, 40)), (5, 1, (8, 8)), (2, 2, (72, 24))] {
+        for types in DTYPES {
+            let mut setup = Setup::new(heads, kv_heads, dims.0, &seqs);
+            setup.dims.v_dim = dims.1;
+            (setup.q_dtype, setup.cache_dtype) = types;
+            let batch = setup.build();
+            let what = format!("{heads}/{kv_heads} heads, dims {dims:?}, {types:?}");
+            batch.check(&batch.options(), &what);
+            batch.check(&batch.options().with_window(29), &what);
+        }
+    }
+}
+
 /// Chunks of a prompt give the rows of the whole prompt.
 #[test]
 fn chunks_equal_the_whole() {

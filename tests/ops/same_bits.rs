@@ -46,6 +46,31 @@ fn c16_batch_mates_and_blocks_do_not_matter() {
     }
 }
 
+/// A row of the matrix kernel has the same bits whichever rows of its prompt come with it.
+#[test]
+fn the_rows_beside_it_do_not_matter() {
+    for dtype in [DType::F32, DType::BF16] {
+        let mut setup = Setup::new(6, 2, 24, &[(300, 300)]);
+        (setup.cache_dtype, setup.q_dtype) = (dtype, dtype);
+        let whole = setup.build();
+        for options in [
+            whole.options(),
+            whole.options().with_window(50),
+            whole.options().with_window(150),
+        ] {
+            let want = bits(&whole.attention(&options));
+            for rows in [200, 113, 64, 37, 12] {
+                let mut seq = whole.seqs[0].clone();
+                seq.q.drain(..(300 - rows) * 6 * 24);
+                seq.shape.rows = rows;
+                let part = bits(&Batch::place(&setup, vec![seq], rows as u64).attention(&options));
+                let last = &want[want.len() - part.len()..];
+                assert!(part == last, "the last {rows} rows, {options:?}, {dtype:?}");
+            }
+        }
+    }
+}
+
 #[test]
 fn the_number_of_threads_does_not_matter() {
     let batch = setup(DType::F32).build();

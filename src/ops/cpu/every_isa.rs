@@ -20,15 +20,15 @@ fn numbers(len: usize, seed: usize) -> Vec<f32> {
 }
 
 /// A table of the sequences with their blocks in no order, and the number of blocks.
-fn table() -> Result<(PageTable, usize)> {
-    let pages: Vec<usize> = SEQUENCES
+fn table(sequences: &[(usize, usize)]) -> Result<(PageTable, usize)> {
+    let pages: Vec<usize> = sequences
         .iter()
         .map(|(len, _)| len.div_ceil(BLOCK))
         .collect();
     let blocks = pages.iter().sum::<usize>().next_multiple_of(2) + 1;
     let mut order = (0..blocks).map(|i| ((i * 2 + 1) % blocks) as u32);
     let mut table = PageTable::new(BLOCK)?;
-    for (&(len, rows), pages) in SEQUENCES.iter().zip(pages) {
+    for (&(len, rows), pages) in sequences.iter().zip(pages) {
         let pages: Vec<u32> = order.by_ref().take(pages).collect();
         table.push(&pages, 0, len, &vec![-1; rows])?;
     }
@@ -44,13 +44,14 @@ fn elements(tensor: &Tensor) -> candle_core::Result<CpuStorage> {
 }
 
 fn check(
+    sequences: &[(usize, usize)],
     heads: usize,
     kv_heads: usize,
     dim: usize,
     dtype: DType,
     options: &AttentionOptions,
 ) -> Result<()> {
-    let (table, blocks) = table()?;
+    let (table, blocks) = table(sequences)?;
     let tensor = |shape: &[usize], seed| {
         let data = numbers(shape.iter().product(), seed);
         Tensor::from_vec(data, shape, &Device::Cpu)
@@ -93,10 +94,19 @@ fn every_dim_group_and_dtype() -> Result<()> {
             (8, 2, 128),
         ] {
             let options = AttentionOptions::new(1.0 / (dim as f32).sqrt());
-            check(heads, kv_heads, dim, dtype, &options)?;
+            check(&SEQUENCES, heads, kv_heads, dim, dtype, &options)?;
         }
     }
     Ok(())
+}
+
+/// From one block of registers to several, with idle lanes and without.
+#[test]
+fn every_number_of_matrix_rows() -> Result<()> {
+    let sequences: Vec<_> = (30..=66).map(|rows| (rows + 90, rows)).collect();
+    let options = AttentionOptions::new(0.2);
+    check(&sequences, 1, 1, 24, DType::F32, &options)?;
+    check(&sequences, 6, 2, 40, DType::BF16, &options.with_window(31))
 }
 
 #[test]
@@ -114,8 +124,8 @@ fn every_option() -> Result<()> {
             .with_alibi_slopes(slopes(6))
             .with_sinks(slopes(6)),
     ] {
-        check(6, 2, 64, DType::F32, &options)?;
-        check(6, 2, 64, DType::BF16, &options)?;
+        check(&SEQUENCES, 6, 2, 64, DType::F32, &options)?;
+        check(&SEQUENCES, 6, 2, 64, DType::BF16, &options)?;
     }
     Ok(())
 }

@@ -4,7 +4,7 @@
 //! nothing is reduced across a register.
 
 use super::plan::SeqPlan;
-use super::scores::{Running, exp_of, tanh, visible};
+use super::scores::{Running, absorb, cap_scores, visible};
 use super::simd::{MAX_LANES, Simd};
 use crate::ops::AttentionOptions;
 
@@ -81,10 +81,7 @@ impl<'a> Lanes<'a> {
         options: &AttentionOptions,
     ) {
         if let Some(cap) = options.softcap {
-            let inverse = 1.0 / cap;
-            for s in scores.iter_mut() {
-                *s = cap * tanh(*s * inverse);
-            }
+            cap_scores(scores, cap);
         }
         let width = self.max.len();
         let end = first + scores.len() / width;
@@ -114,37 +111,10 @@ impl<'a> Lanes<'a> {
         }
     }
 
-    /// As [`Running::absorb`], for every lane.
+    /// One softmax step of every lane: scores become weights.
     #[inline(always)]
     pub(super) fn absorb<S: Simd>(&mut self, simd: S, scores: &mut [f32]) {
-        let width = self.max.len();
-        let tokens = scores.len() / width;
-        assert!(self.sum.len() == width && self.shrink.len() == width);
         const { assert!(MAX_LANES.is_multiple_of(S::LANES)) };
-        for lane in (0..width).step_by(S::LANES) {
-            // SAFETY: `width` is a multiple of LANES, so a register from `lane` on lies in each
-            // of the three slices and in the row of each token.
-            unsafe {
-                let old = simd.load_f32(self.max.as_ptr().add(lane));
-                let scores = scores.as_mut_ptr().add(lane);
-                let mut max = old;
-                for token in 0..tokens {
-                    max = simd.max(simd.load_f32(scores.add(token * width)), max);
-                }
-                simd.store(self.max.as_mut_ptr().add(lane), max);
-                // As `scores::base`.
-                let base = simd.unless_below(max, simd.splat(f32::MIN), max);
-                let shrink = exp_of(simd, simd.sub(old, base));
-                simd.store(self.shrink.as_mut_ptr().add(lane), shrink);
-                let mut sum = simd.mul(simd.load_f32(self.sum.as_ptr().add(lane)), shrink);
-                for token in 0..tokens {
-                    let score = scores.add(token * width);
-                    let weight = exp_of(simd, simd.sub(simd.load_f32(score), base));
-                    simd.store(score, weight);
-                    sum = simd.add(sum, weight);
-                }
-                simd.store(self.sum.as_mut_ptr().add(lane), sum);
-            }
-        }
+        absorb(simd, self.max, self.sum, self.shrink, scores);
     }
 }

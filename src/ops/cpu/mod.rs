@@ -23,6 +23,7 @@ mod products;
 mod rows;
 mod scores;
 mod simd;
+mod tile;
 
 pub(super) use attention::attention;
 pub(super) use element::Element;

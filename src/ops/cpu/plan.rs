@@ -11,9 +11,9 @@ use crate::ops::{Mask, PageTable};
 /// Rows of a query tile of the matrix kernel: query rows times heads of a group.
 const TILE_ROWS: usize = 256;
 
-/// Up to this many rows per KV head the streaming kernel is faster: the matrix kernel would
-/// spend more time on packing K/V than on products.
-const STREAM_ROWS: usize = 32;
+/// Up to this many rows per KV head the streaming kernel is faster: it reads whole token rows,
+/// and the blocks of the matrix kernel would not be full.
+const STREAM_ROWS: usize = 31;
 
 /// One sequence of a call: its rows, the keys any of them sees, and its cut.
 #[derive(Debug, Clone)]

@@ -1,47 +1,26 @@
-//! From scores to weights: cap, slope, mask, online softmax. Plain loops over a row of
-//! scores, inlined into the kernels and vectorised with them.
+//! From scores to weights: cap, mask, online softmax. Plain loops over scores are inlined into
+//! the kernels and vectorised with them.
 
 use std::ops::Range;
 
 use super::simd::{MAX_LANES, Simd};
-use crate::ops::{AttentionOptions, Mask};
+use crate::ops::Mask;
 
 /// Keys that a query at `position` sees of a context of `len` tokens.
 pub(super) fn visible(mask: Mask, position: i64, len: usize) -> Range<usize> {
     mask.keys(position, len)
 }
 
-/// Turns the scaled products of one query with the keys from `first` on into scores; hidden
-/// keys get −inf by assignment, so that whatever was there does not matter.
+/// The soft cap of scaled products.
 #[inline(always)]
-pub(super) fn finish_scores(
-    scores: &mut [f32],
-    first: usize,
-    position: i64,
-    visible: &Range<usize>,
-    head: usize,
-    options: &AttentionOptions,
-) {
-    if let Some(cap) = options.softcap {
-        let inverse = 1.0 / cap;
-        for s in scores.iter_mut() {
-            *s = cap * tanh(*s * inverse);
-        }
+pub(super) fn cap_scores(scores: &mut [f32], cap: f32) {
+    let inverse = 1.0 / cap;
+    for s in scores {
+        *s = cap * tanh(*s * inverse);
     }
-    if let Some(slopes) = &options.alibi_slopes {
-        let slope = slopes[head];
-        let distance = first as i64 - position;
-        for (j, s) in scores.iter_mut().enumerate() {
-            *s += slope * (distance + j as i64) as f32;
-        }
-    }
-    let before = visible.start.saturating_sub(first).min(scores.len());
-    let until = visible.end.saturating_sub(first).min(scores.len());
-    scores[..before].fill(f32::NEG_INFINITY);
-    scores[until.max(before)..].fill(f32::NEG_INFINITY);
 }
 
-/// The running softmax of one row (Milakov and Gimelshein 2018): largest score so far, and
+/// The running softmax of a query vector (Milakov and Gimelshein 2018): largest score so far, and
 /// the sum of `e^(score − max)`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Running {
@@ -54,20 +33,49 @@ impl Running {
         max: f32::NEG_INFINITY,
         sum: 0.0,
     };
+}
 
-    /// Replaces scores by weights relative to the new maximum and returns the factor by which
-    /// everything accumulated before shrinks.
-    ///
-    /// While all scores are −inf, weights are 0. A NaN score gives a NaN sum.
-    #[inline(always)]
-    pub(super) fn absorb<S: Simd>(&mut self, simd: S, scores: &mut [f32]) -> f32 {
-        let max = largest(simd, scores).max(self.max);
-        let base = base(max);
-        let shrink = exp(self.max - base);
-        let sum = to_weights(simd, scores, base);
-        self.max = max;
-        self.sum = self.sum * shrink + sum;
-        shrink
+/// One online softmax step of each lane: replaces the scores, `[keys, lanes]`, by weights
+/// relative to the new maximum, and says in `shrink` by which factor everything accumulated
+/// before shrinks. Whole registers of lanes.
+///
+/// While all scores are −inf, weights are 0. A NaN score gives a NaN sum.
+#[inline(always)]
+pub(super) fn absorb<S: Simd>(
+    simd: S,
+    max: &mut [f32],
+    sum: &mut [f32],
+    shrink: &mut [f32],
+    scores: &mut [f32],
+) {
+    let width = max.len();
+    let keys = scores.len() / width;
+    assert!(width.is_multiple_of(S::LANES) && sum.len() == width && shrink.len() == width);
+    for lane in (0..width).step_by(S::LANES) {
+        // SAFETY: `width` is a multiple of LANES, so a register from `lane` on lies in each
+        // of the three slices and in the row of each key.
+        unsafe {
+            let old = simd.load_f32(max.as_ptr().add(lane));
+            let scores = scores.as_mut_ptr().add(lane);
+            let mut new = old;
+            for key in 0..keys {
+                new = simd.max(simd.load_f32(scores.add(key * width)), new);
+            }
+            simd.store(max.as_mut_ptr().add(lane), new);
+            // As `base`.
+            let base = simd.unless_below(new, simd.splat(f32::MIN), new);
+            let factor = exp_of(simd, simd.sub(old, base));
+            simd.store(shrink.as_mut_ptr().add(lane), factor);
+            let mut part = simd.splat(0.0);
+            for key in 0..keys {
+                let score = scores.add(key * width);
+                let weight = exp_of(simd, simd.sub(simd.load_f32(score), base));
+                simd.store(score, weight);
+                part = simd.add(part, weight);
+            }
+            let sum = sum.as_mut_ptr().add(lane);
+            simd.store(sum, simd.mul_add(simd.load_f32(sum), factor, part));
+        }
     }
 }
 
@@ -76,53 +84,6 @@ impl Running {
 #[inline(always)]
 pub(super) fn base(max: f32) -> f32 {
     if max == f32::NEG_INFINITY { 0.0 } else { max }
-}
-
-/// The largest value; NaN is passed over.
-#[inline(always)]
-fn largest<S: Simd>(simd: S, values: &[f32]) -> f32 {
-    let mut lanes = simd.splat(f32::NEG_INFINITY);
-    let mut chunks = values.chunks_exact(S::LANES);
-    for chunk in &mut chunks {
-        // SAFETY: the chunk has LANES elements.
-        lanes = simd.max(unsafe { simd.load_f32(chunk.as_ptr()) }, lanes);
-    }
-    let mut max = f32::NEG_INFINITY;
-    for &x in to_array(simd, lanes)[..S::LANES]
-        .iter()
-        .chain(chunks.remainder())
-    {
-        max = if x > max { x } else { max };
-    }
-    max
-}
-
-/// `s = e^(s − base)` for all scores; their sum.
-#[inline(always)]
-fn to_weights<S: Simd>(simd: S, scores: &mut [f32], base: f32) -> f32 {
-    let base = simd.splat(base);
-    let mut sums = simd.splat(0.0);
-    let mut chunks = scores.chunks_exact_mut(S::LANES);
-    for chunk in &mut chunks {
-        // SAFETY: the chunk has LANES elements.
-        unsafe {
-            let score = simd.load_f32(chunk.as_ptr());
-            let weight = exp_of(simd, simd.sub(score, base));
-            simd.store(chunk.as_mut_ptr(), weight);
-            sums = simd.add(weight, sums);
-        }
-    }
-    let rest = chunks.into_remainder();
-    if !rest.is_empty() {
-        let mut last = [f32::NEG_INFINITY; MAX_LANES];
-        last[..rest.len()].copy_from_slice(rest);
-        // SAFETY: LANES elements, by the assertion in `to_array`.
-        let score = unsafe { simd.load_f32(last.as_ptr()) };
-        let weight = exp_of(simd, simd.sub(score, base));
-        rest.copy_from_slice(&to_array(simd, weight)[..rest.len()]);
-        sums = simd.add(weight, sums);
-    }
-    to_array(simd, sums)[..S::LANES].iter().sum()
 }
 
 /// The lanes of a register, and zeros.
@@ -208,7 +169,7 @@ pub(super) fn tanh(x: f32) -> f32 {
 
 #[cfg(test)]
 mod tests {
-    use super::super::simd::{Isa, Plain, Task};
+    use super::super::simd::{Isa, Task};
     use super::*;
 
     fn assert_exp(exp: impl Fn(f32) -> f32) {
@@ -255,42 +216,64 @@ mod tests {
         assert!(tanh(f32::NAN).is_nan());
     }
 
-    /// A row in parts has the sum of the whole.
+    /// Lanes whose scores go by in parts have the sums of the whole.
     struct Parts;
 
     impl Task for Parts {
         fn run<S: Simd>(self, simd: S) {
-            let scores: Vec<f32> = (0..100)
-                .map(|i| ((i * 37) % 41) as f32 * 0.3 - 5.0)
+            let width = 2 * S::LANES;
+            let score = |key: usize, lane: usize| ((key * 37 + lane * 11) % 41) as f32 * 0.3 - 5.0;
+            let scores: Vec<f32> = (0..100 * width)
+                .map(|i| score(i / width, i % width))
                 .collect();
-            let want: f64 = scores.iter().map(|&s| f64::from(s).exp()).sum();
-            let mut running = Running::EMPTY;
-            for part in scores.chunks(23) {
-                running.absorb(simd, &mut part.to_vec());
+            let (mut max, mut sum) = (vec![f32::NEG_INFINITY; width], vec![0.0; width]);
+            let mut shrink = vec![0.0; width];
+            for part in scores.chunks(23 * width) {
+                absorb(simd, &mut max, &mut sum, &mut shrink, &mut part.to_vec());
             }
-            let lse = f64::from(running.max) + f64::from(running.sum).ln();
-            assert!((lse - want.ln()).abs() < 1e-6);
-            running.absorb(simd, &mut [f32::NAN; 17]);
-            assert!(running.sum.is_nan(), "a NaN that is seen must not be lost");
+            for lane in 0..width {
+                let scores = (0..100).map(|key| f64::from(score(key, lane)).exp());
+                let want = scores.sum::<f64>().ln();
+                let lse = f64::from(max[lane]) + f64::from(sum[lane]).ln();
+                assert!((lse - want).abs() < 1e-6, "lane {lane}: {lse}, not {want}");
+            }
+            let mut scores = vec![0.0; 3 * width];
+            scores[width] = f32::NAN;
+            absorb(simd, &mut max, &mut sum, &mut shrink, &mut scores);
+            assert!(sum[0].is_nan(), "a NaN that is seen must not be lost");
+            assert!(sum[1..].iter().all(|sum| sum.is_finite()));
         }
     }
 
     #[test]
-    fn a_row_absorbed_in_parts_has_the_sum_of_the_whole() {
+    fn lanes_absorbed_in_parts_have_the_sums_of_the_whole() {
         Isa::all().into_iter().for_each(|isa| isa.run(Parts));
     }
 
+    /// Scores that are −inf weigh nothing, before and after the first that is not.
+    struct Hidden;
+
+    impl Task for Hidden {
+        fn run<S: Simd>(self, simd: S) {
+            let width = S::LANES;
+            let (mut max, mut sum) = (vec![f32::NEG_INFINITY; width], vec![0.0; width]);
+            let mut shrink = vec![1.0; width];
+            let mut absorb = |keys: &[f32]| {
+                let mut scores: Vec<f32> = keys.iter().flat_map(|&s| vec![s; width]).collect();
+                absorb(simd, &mut max, &mut sum, &mut shrink, &mut scores);
+                let weights: Vec<f32> = scores.iter().step_by(width).copied().collect();
+                (weights, max[0], sum[0], shrink[0])
+            };
+            let hidden = f32::NEG_INFINITY;
+            assert_eq!(absorb(&[hidden; 3]), (vec![0.0; 3], hidden, 0.0, 0.0));
+            let first = absorb(&[hidden, 1.0, hidden]);
+            assert_eq!(first, (vec![0.0, 1.0, 0.0], 1.0, 1.0, 0.0));
+            assert_eq!(absorb(&[hidden; 2]), (vec![0.0; 2], 1.0, 1.0, 1.0));
+        }
+    }
+
     #[test]
-    fn hidden_scores_weigh_nothing_whatever_they_were() {
-        let mut running = Running::EMPTY;
-        let mut scores = [f32::NAN, 1.0, f32::INFINITY];
-        let options = AttentionOptions::new(1.0);
-        finish_scores(&mut scores, 4, 5, &(5..6), 0, &options);
-        assert_eq!(running.absorb(Plain, &mut scores), 0.0);
-        assert_eq!(scores, [0.0, 1.0, 0.0]);
-        let mut hidden = [f32::NAN; 3];
-        finish_scores(&mut hidden, 6, 5, &(5..6), 0, &options);
-        assert_eq!(running.absorb(Plain, &mut hidden), 1.0);
-        assert_eq!((running.max, running.sum), (1.0, 1.0));
+    fn hidden_scores_weigh_nothing() {
+        Isa::all().into_iter().for_each(|isa| isa.run(Hidden));
     }
 }

@@ -14,6 +14,8 @@ pub(super) unsafe trait Plain: Copy + Send + Sync + 'static {}
 // SAFETY: numbers of 1, 2 and 4 bytes.
 unsafe impl Plain for u8 {}
 // SAFETY: as above.
+unsafe impl Plain for i8 {}
+// SAFETY: as above.
 unsafe impl Plain for f16 {}
 // SAFETY: as above.
 unsafe impl Plain for bf16 {}

@@ -10,12 +10,10 @@ use half::f16;
 
 use super::super::simd::Simd;
 use super::Out;
-use super::activations::{Activations, BLOCK, Rounded};
+use super::activations::{Activations, BLOCK};
 use super::aligned::Aligned;
 use super::registers::{ByteSimd, ByteTask};
-
-/// Outputs of a tile: the 32-bit lanes of the widest register.
-pub(super) const TILE: usize = 16;
+use super::tiles::{Kernel, TILE, all_rows};
 
 /// A stored format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -180,125 +178,104 @@ impl ByteTask for BlockTiles<'_> {
 
 impl BlockTiles<'_> {
     #[inline(always)]
-    fn all_rows<S: ByteSimd, const BITS: usize, const MINIMA: bool>(&self, simd: S, offset: i32) {
+    fn all_rows<S: ByteSimd, const BITS: usize, const MINIMA: bool>(self, simd: S, offset: i32) {
         let blocks = self.weight.blocks;
         let rows = self.x.scales.len() / blocks;
-        for number in self.tiles.clone() {
-            let tile = self.weight.tile(number);
-            let mut row = 0;
-            while row < rows {
-                let x = self.x.rows_at(row, blocks);
-                row += match rows - row {
-                    8.. if S::Floats::MANY_REGISTERS => {
-                        self.block::<S, BITS, MINIMA, 8>(simd, offset, tile, x, number, row)
-                    }
-                    4.. => self.block::<S, BITS, MINIMA, 4>(simd, offset, tile, x, number, row),
-                    2.. => self.block::<S, BITS, MINIMA, 2>(simd, offset, tile, x, number, row),
-                    _ => self.block::<S, BITS, MINIMA, 1>(simd, offset, tile, x, number, row),
-                };
-            }
-        }
-    }
-
-    /// The outputs of a tile for `ROWS` rows, the first of which is number `row`.
-    #[inline(always)]
-    fn block<S: ByteSimd, const BITS: usize, const MINIMA: bool, const ROWS: usize>(
-        &self,
-        simd: S,
-        offset: i32,
-        tile: Tile<'_>,
-        x: Rounded<'_>,
-        number: usize,
-        row: usize,
-    ) -> usize {
-        let lanes = S::Floats::LANES;
-        let mut sums = [[0.0; TILE]; ROWS];
-        for lane in (0..TILE).step_by(lanes) {
-            let register =
-                outputs::<S, BITS, MINIMA, ROWS>(simd, offset, tile, x, self.weight.blocks, lane);
-            for r in 0..ROWS {
-                // SAFETY: `lane + LANES <= TILE`.
-                unsafe {
-                    simd.floats()
-                        .store(sums[r].as_mut_ptr().add(lane), register[r])
-                };
-            }
-        }
-        for r in 0..ROWS {
+        for number in self.tiles {
+            let kernel = BlockKernel::<BITS, MINIMA> {
+                tile: self.weight.tile(number),
+                x: self.x,
+                blocks,
+                offset,
+            };
             // SAFETY: this task alone has this tile.
-            unsafe { self.out.write(row + r, number * TILE, &sums[r]) };
+            unsafe { all_rows(simd, kernel, rows, number, self.out) };
         }
-        ROWS
     }
 }
 
-/// The sums of a register of outputs from `lane` on. Integers are summed exactly and floats in
-/// the order of the blocks, whatever `ROWS` is: so a row has the same bits alone and in any
-/// batch.
-#[inline(always)]
-fn outputs<S: ByteSimd, const BITS: usize, const MINIMA: bool, const ROWS: usize>(
-    simd: S,
-    offset: i32,
-    tile: Tile<'_>,
-    x: Rounded<'_>,
+#[derive(Clone, Copy)]
+struct BlockKernel<'a, const BITS: usize, const MINIMA: bool> {
+    tile: Tile<'a>,
+    x: &'a Activations,
     blocks: usize,
-    lane: usize,
-) -> [<S::Floats as Simd>::V; ROWS] {
-    let float = simd.floats();
-    let groups = BITS; // Of four bytes each: 32 weights of BITS bits are 4 * BITS bytes.
-    let stride = TILE * 4;
-    assert!(tile.quants.len() == blocks * groups * stride && lane + S::Floats::LANES <= TILE);
-    assert!(tile.scales.len() == blocks * TILE);
-    assert!(tile.minima.len() == if MINIMA { blocks * TILE } else { 0 });
-    assert!(x.quants.len() >= ROWS * blocks * BLOCK);
-    assert!(x.scales.len() >= ROWS * blocks && x.sums.len() >= ROWS * blocks);
-    assert!(x.totals.len() >= ROWS * blocks);
-    let mut sums = [float.splat(0.0); ROWS];
-    for block in 0..blocks {
-        // SAFETY: of all loads in this loop: row `r < ROWS` and `block < blocks` of x, `block`
-        // and a register from `lane` on of the tile, by the assertions.
-        unsafe {
-            let mut dots = [simd.splat(0); ROWS];
-            if !MINIMA && offset != 0 {
-                for r in 0..ROWS {
-                    dots[r] = simd.splat(-offset * *x.sums.get_unchecked(r * blocks + block));
+    offset: i32,
+}
+
+/// Integers are summed exactly and floats in the order of the blocks.
+impl<S: ByteSimd, const BITS: usize, const MINIMA: bool> Kernel<S>
+    for BlockKernel<'_, BITS, MINIMA>
+{
+    #[inline(always)]
+    fn outputs<const ROWS: usize>(
+        self,
+        simd: S,
+        row: usize,
+        lane: usize,
+    ) -> [<S::Floats as Simd>::V; ROWS] {
+        let Self {
+            tile,
+            blocks,
+            offset,
+            ..
+        } = self;
+        let x = self.x.rows_at(row, blocks);
+        let float = simd.floats();
+        let groups = BITS; // Of four bytes each: 32 weights of BITS bits are 4 * BITS bytes.
+        let stride = TILE * 4;
+        assert!(tile.quants.len() == blocks * groups * stride && lane + S::Floats::LANES <= TILE);
+        assert!(tile.scales.len() == blocks * TILE);
+        assert!(tile.minima.len() == if MINIMA { blocks * TILE } else { 0 });
+        assert!(x.quants.len() >= ROWS * blocks * BLOCK);
+        assert!(x.scales.len() >= ROWS * blocks && x.sums.len() >= ROWS * blocks);
+        assert!(x.totals.len() >= ROWS * blocks);
+        let mut sums = [float.splat(0.0); ROWS];
+        for block in 0..blocks {
+            // SAFETY: of all loads in this loop: row `r < ROWS` and `block < blocks` of x, `block`
+            // and a register from `lane` on of the tile, by the assertions.
+            unsafe {
+                let mut dots = [simd.splat(0); ROWS];
+                if !MINIMA && offset != 0 {
+                    for r in 0..ROWS {
+                        dots[r] = simd.splat(-offset * *x.sums.get_unchecked(r * blocks + block));
+                    }
                 }
-            }
-            let weights = tile.quants.as_ptr().add(block * groups * stride + lane * 4);
-            let quads = x.quants.as_ptr().add(block * BLOCK);
-            let quad = |r: usize, at: usize| -> i32 {
-                quads
-                    .add(r * blocks * BLOCK + at)
-                    .cast::<i32>()
-                    .read_unaligned()
-            };
-            for g in 0..groups {
-                let bytes = simd.load(weights.add(g * stride));
-                for r in 0..ROWS {
-                    dots[r] = if BITS == 8 {
-                        simd.dot_bytes(dots[r], bytes, simd.splat(quad(r, 4 * g)))
-                    } else {
-                        let high = simd.splat(quad(r, 4 * g + BLOCK / 2));
-                        simd.dot_nibbles(dots[r], bytes, simd.splat(quad(r, 4 * g)), high)
-                    };
+                let weights = tile.quants.as_ptr().add(block * groups * stride + lane * 4);
+                let quads = x.quants.as_ptr().add(block * BLOCK);
+                let quad = |r: usize, at: usize| -> i32 {
+                    quads
+                        .add(r * blocks * BLOCK + at)
+                        .cast::<i32>()
+                        .read_unaligned()
+                };
+                for g in 0..groups {
+                    let bytes = simd.load(weights.add(g * stride));
+                    for r in 0..ROWS {
+                        dots[r] = if BITS == 8 {
+                            simd.dot_bytes(dots[r], bytes, simd.splat(quad(r, 4 * g)))
+                        } else {
+                            let high = simd.splat(quad(r, 4 * g + BLOCK / 2));
+                            simd.dot_nibbles(dots[r], bytes, simd.splat(quad(r, 4 * g)), high)
+                        };
+                    }
                 }
-            }
-            let at = block * TILE + lane;
-            let scale = float.load_f16(tile.scales.as_ptr().add(at));
-            for r in 0..ROWS {
-                let x_scale = *x.scales.get_unchecked(r * blocks + block);
-                let both = float.mul(scale, float.splat(x_scale));
-                sums[r] = float.mul_add(simd.to_f32(dots[r]), both, sums[r]);
-            }
-            if MINIMA {
-                let minimum = float.load_f16(tile.minima.as_ptr().add(at));
+                let at = block * TILE + lane;
+                let scale = float.load_f16(tile.scales.as_ptr().add(at));
                 for r in 0..ROWS {
-                    let i = r * blocks + block;
-                    let total = *x.totals.get_unchecked(i);
-                    sums[r] = float.mul_add(minimum, float.splat(total), sums[r]);
+                    let x_scale = *x.scales.get_unchecked(r * blocks + block);
+                    let both = float.mul(scale, float.splat(x_scale));
+                    sums[r] = float.mul_add(simd.to_f32(dots[r]), both, sums[r]);
+                }
+                if MINIMA {
+                    let minimum = float.load_f16(tile.minima.as_ptr().add(at));
+                    for r in 0..ROWS {
+                        let i = r * blocks + block;
+                        let total = *x.totals.get_unchecked(i);
+                        sums[r] = float.mul_add(minimum, float.splat(total), sums[r]);
+                    }
                 }
             }
         }
+        sums
     }
-    sums
 }

@@ -3,16 +3,18 @@
 //!
 //! A weight is cut into tiles of a few outputs, and a tile is read from front to back for
 //! every block of rows: a single row streams the weights at the speed of memory, and many rows
-//! find a tile in the cache. `dense` multiplies floats and `blocks` GGML's integers, each in
-//! one kernel for any number of rows.
+//! find a tile in the cache. `dense` multiplies floats, `blocks` and `superblocks` GGML's
+//! integers, each in one kernel for any number of rows.
 
 mod activations;
 mod aligned;
 mod blocks;
 mod dense;
 mod registers;
+mod superblocks;
 #[cfg(test)]
 mod tests;
+mod tiles;
 
 use std::cell::Cell;
 use std::mem::MaybeUninit;
@@ -24,12 +26,14 @@ use super::attention::in_parallel;
 use super::disjoint::Disjoint;
 use super::element::Element;
 use super::simd::Isa;
-use activations::{Activations, BLOCK, Room};
+use activations::{Activations, BLOCK, Room, RoundSupers, SUPER, SuperActivations};
 use aligned::Plain;
 use blocks::{BlockTiles, Blocks};
 use dense::{Dense, DenseTiles};
+use superblocks::{SuperTiles, Superblocks};
 
 pub(crate) use blocks::Format;
+pub(crate) use superblocks::SuperFormat;
 
 /// A weight matrix in tiles.
 pub(crate) struct Packed {
@@ -43,6 +47,7 @@ enum Weight {
     F16(Dense<f16>),
     BF16(Dense<bf16>),
     Blocks(Blocks),
+    Superblocks(Superblocks),
 }
 
 /// Rows of a matrix to be packed, as they are stored.
@@ -53,6 +58,8 @@ pub(crate) enum Stored<'a> {
     BF16(&'a [bf16]),
     /// Blocks of GGML, row by row.
     Blocks(Format, &'a [u8]),
+    /// As `Blocks`, of a K format.
+    Superblocks(SuperFormat, &'a [u8]),
 }
 
 impl Packed {
@@ -66,7 +73,10 @@ impl Packed {
             Stored::Blocks(format, _) if inp.is_multiple_of(BLOCK) => {
                 Weight::Blocks(Blocks::zeros(*format, out, inp))
             }
-            Stored::Blocks(..) => return None,
+            Stored::Superblocks(format, _) if inp.is_multiple_of(SUPER) => {
+                Weight::Superblocks(Superblocks::zeros(*format, out, inp))
+            }
+            Stored::Blocks(..) | Stored::Superblocks(..) => return None,
         };
         let mut packed = Self { out, inp, weight };
         let mut first = 0;
@@ -105,6 +115,13 @@ impl Packed {
                 blocks.fill(first, x);
                 rows
             }
+            (Weight::Superblocks(blocks), Stored::Superblocks(format, x))
+                if format == blocks.format() =>
+            {
+                let rows = rows(x.len(), inp / SUPER * format.stored_bytes())?;
+                blocks.fill(first, x);
+                rows
+            }
             _ => return None,
         })
     }
@@ -124,6 +141,7 @@ impl Packed {
             Weight::F16(dense) => dense.row(out, row),
             Weight::BF16(dense) => dense.row(out, row),
             Weight::Blocks(blocks) => blocks.row(out, row),
+            Weight::Superblocks(blocks) => blocks.row(out, row),
         }
     }
 
@@ -149,6 +167,7 @@ impl Packed {
             Weight::F16(weight) => dense_product(weight, x, out),
             Weight::BF16(weight) => dense_product(weight, x, out),
             Weight::Blocks(weight) => block_product(weight, x, out),
+            Weight::Superblocks(weight) => super_product(weight, x, out),
         }
     }
 }
@@ -169,6 +188,8 @@ thread_local! {
     /// Rounded activations, kept for the next call of this thread. Taken out while in use: a
     /// thread that waits for its tasks may start another call.
     static ROUNDED: Cell<Activations> = const { Cell::new(Activations::EMPTY) };
+    /// The same for the K formats.
+    static SUPER_ROUNDED: Cell<SuperActivations> = const { Cell::new(SuperActivations::EMPTY) };
 }
 
 fn block_product(weight: &Blocks, x: &[f32], out: Out<'_>) {
@@ -193,8 +214,8 @@ fn block_product(weight: &Blocks, x: &[f32], out: Out<'_>) {
             activations::round(&x[elements], room);
         });
     }
-    let tiles = out.width.div_ceil(blocks::TILE);
-    in_ranges(tiles, x.len() * blocks::TILE, |tiles| {
+    let tiles = out.width.div_ceil(tiles::TILE);
+    in_ranges(tiles, x.len() * tiles::TILE, |tiles| {
         registers::dispatch(BlockTiles {
             weight,
             tiles,
@@ -203,6 +224,44 @@ fn block_product(weight: &Blocks, x: &[f32], out: Out<'_>) {
         });
     });
     ROUNDED.set(rounded);
+}
+
+fn super_product(weight: &Superblocks, x: &[f32], out: Out<'_>) {
+    let mut rounded = SUPER_ROUNDED.take();
+    match weight.format().span() {
+        16 => round_supers::<16>(x, &mut rounded),
+        _ => round_supers::<32>(x, &mut rounded),
+    }
+    let tiles = out.width.div_ceil(tiles::TILE);
+    in_ranges(tiles, x.len() * tiles::TILE, |tiles| {
+        registers::dispatch(SuperTiles {
+            weight,
+            tiles,
+            x: &rounded,
+            out,
+        });
+    });
+    SUPER_ROUNDED.set(rounded);
+}
+
+fn round_supers<const SPAN: usize>(x: &[f32], rounded: &mut SuperActivations) {
+    rounded.resize(x.len(), SPAN);
+    let quants = Disjoint::new(&mut rounded.quants);
+    let scales = Disjoint::new(&mut rounded.scales);
+    let sums = Disjoint::new(&mut rounded.sums);
+    in_ranges(x.len() / SUPER, 8 * SUPER, |blocks| {
+        let elements = blocks.start * SUPER..blocks.end * SUPER;
+        // SAFETY: `in_ranges` gives out each block once.
+        let task = unsafe {
+            RoundSupers::<SPAN> {
+                x: &x[elements.clone()],
+                quants: quants.part(elements.clone()),
+                scales: scales.part(blocks),
+                sums: sums.part(elements.start / SPAN..elements.end / SPAN),
+            }
+        };
+        Isa::best().run(task);
+    });
 }
 
 /// Products of a range at least, or handing it to another thread costs more than it saves.

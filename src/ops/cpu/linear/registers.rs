@@ -28,7 +28,29 @@ pub(super) trait ByteSimd: Copy + 'static {
     fn dot_bytes(self, sum: Self::I, bytes: Self::I, x: Self::I) -> Self::I;
     /// Adds the products of the lower half-bytes with `low` and of the upper ones with `high`.
     fn dot_nibbles(self, sum: Self::I, nibbles: Self::I, low: Self::I, high: Self::I) -> Self::I;
+    /// As [`Self::dot_nibbles`], of weights with `BITS` bits above their half-byte, all of them
+    /// below 64: in each byte of `tops`, those of the lower half-bytes start at bit `at` and
+    /// those of the upper ones follow. `at` is even, and both fit the byte.
+    fn dot_topped<const BITS: u32>(
+        self,
+        sum: Self::I,
+        nibbles: Self::I,
+        tops: Self::I,
+        at: u32,
+        low: Self::I,
+        high: Self::I,
+    ) -> Self::I;
+    /// # Safety
+    /// `src` points at a readable byte per lane.
+    unsafe fn load_i8(self, src: *const i8) -> Self::I;
+    /// `a * b + c`, where nothing leaves 32 bits.
+    fn mul_add(self, a: Self::I, b: Self::I, c: Self::I) -> Self::I;
     fn to_f32(self, x: Self::I) -> <Self::Floats as Simd>::V;
+}
+
+/// `BITS` bits above a half-byte.
+const fn top_mask<const BITS: u32>() -> u8 {
+    ((1 << BITS) - 1) << 4
 }
 
 /// Work that [`dispatch`] compiles for an instruction set. Implement `run` with
@@ -138,6 +160,50 @@ impl ByteSimd for simd::Plain {
     }
 
     #[inline(always)]
+    fn dot_topped<const BITS: u32>(
+        self,
+        mut sum: Self::I,
+        nibbles: Self::I,
+        tops: Self::I,
+        at: u32,
+        low: Self::I,
+        high: Self::I,
+    ) -> Self::I {
+        for i in 0..LANES {
+            let (nibbles, tops) = (nibbles[i].to_ne_bytes(), tops[i].to_ne_bytes());
+            let (low, high) = (low[i].to_ne_bytes(), high[i].to_ne_bytes());
+            for j in 0..4 {
+                let tops = u16::from(tops[j]) << 4;
+                let top = |at: u32| (tops >> at) as u8 & top_mask::<BITS>();
+                let lower = nibbles[j] & 15 | top(at);
+                let upper = nibbles[j] >> 4 | top(at + BITS);
+                sum[i] += i32::from(lower) * i32::from(low[j] as i8);
+                sum[i] += i32::from(upper) * i32::from(high[j] as i8);
+            }
+        }
+        sum
+    }
+
+    #[inline(always)]
+    unsafe fn load_i8(self, src: *const i8) -> Self::I {
+        // SAFETY: the caller's promise.
+        let bytes = unsafe { src.cast::<[i8; LANES]>().read_unaligned() };
+        let mut x = [0; LANES];
+        for i in 0..LANES {
+            x[i] = bytes[i].into();
+        }
+        x
+    }
+
+    #[inline(always)]
+    fn mul_add(self, a: Self::I, b: Self::I, mut c: Self::I) -> Self::I {
+        for i in 0..LANES {
+            c[i] += a[i] * b[i];
+        }
+        c
+    }
+
+    #[inline(always)]
     fn to_f32(self, x: Self::I) -> [f32; LANES] {
         let mut floats = [0.0; LANES];
         for i in 0..LANES {
@@ -152,7 +218,7 @@ mod x86 {
     use std::arch::x86_64::*;
 
     use super::super::super::simd::{Avx2, Avx512};
-    use super::{ByteSimd, ByteTask};
+    use super::{ByteSimd, ByteTask, top_mask};
 
     /// AVX-512 with VNNI: Cascade Lake, Zen 4 and later.
     #[derive(Clone, Copy)]
@@ -221,6 +287,51 @@ mod x86 {
                 let upper = _mm512_and_si512(_mm512_srli_epi16::<4>(nibbles), mask);
                 _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(sum, lower, low), upper, high)
             }
+        }
+
+        #[inline(always)]
+        fn dot_topped<const BITS: u32>(
+            self,
+            sum: __m512i,
+            nibbles: __m512i,
+            tops: __m512i,
+            at: u32,
+            low: __m512i,
+            high: __m512i,
+        ) -> __m512i {
+            /// The bits from `at` on, above a half-byte.
+            #[inline(always)]
+            unsafe fn top<const BITS: u32>(tops: __m512i, at: u32) -> __m512i {
+                // SAFETY: the caller has the feature. Bits that come from a neighbour are cut off.
+                unsafe {
+                    let moved = match at {
+                        0..4 => _mm512_sllv_epi32(tops, _mm512_set1_epi32(4 - at as i32)),
+                        _ => _mm512_srlv_epi32(tops, _mm512_set1_epi32(at as i32 - 4)),
+                    };
+                    _mm512_and_si512(moved, _mm512_set1_epi8(top_mask::<BITS>() as i8))
+                }
+            }
+            // SAFETY: see above.
+            unsafe {
+                let mask = _mm512_set1_epi8(15);
+                let lower = _mm512_and_si512(nibbles, mask);
+                let upper = _mm512_and_si512(_mm512_srli_epi16::<4>(nibbles), mask);
+                let lower = _mm512_or_si512(lower, top::<BITS>(tops, at));
+                let upper = _mm512_or_si512(upper, top::<BITS>(tops, at + BITS));
+                _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(sum, lower, low), upper, high)
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn load_i8(self, src: *const i8) -> __m512i {
+            // SAFETY: see above.
+            unsafe { _mm512_cvtepi8_epi32(_mm_loadu_si128(src.cast())) }
+        }
+
+        #[inline(always)]
+        fn mul_add(self, a: __m512i, b: __m512i, c: __m512i) -> __m512i {
+            // SAFETY: see above.
+            unsafe { _mm512_add_epi32(_mm512_mullo_epi32(a, b), c) }
         }
 
         #[inline(always)]
@@ -303,6 +414,55 @@ mod x86 {
                 );
                 _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))
             }
+        }
+
+        #[inline(always)]
+        fn dot_topped<const BITS: u32>(
+            self,
+            sum: __m256i,
+            nibbles: __m256i,
+            tops: __m256i,
+            at: u32,
+            low: __m256i,
+            high: __m256i,
+        ) -> __m256i {
+            /// The bits from `at` on, above a half-byte.
+            #[inline(always)]
+            unsafe fn top<const BITS: u32>(tops: __m256i, at: u32) -> __m256i {
+                // SAFETY: the caller has the feature. Bits that come from a neighbour are cut off.
+                unsafe {
+                    let moved = match at {
+                        0..4 => _mm256_sllv_epi32(tops, _mm256_set1_epi32(4 - at as i32)),
+                        _ => _mm256_srlv_epi32(tops, _mm256_set1_epi32(at as i32 - 4)),
+                    };
+                    _mm256_and_si256(moved, _mm256_set1_epi8(top_mask::<BITS>() as i8))
+                }
+            }
+            // SAFETY: see above. Four products of 63 and 127 fit 16 bits.
+            unsafe {
+                let mask = _mm256_set1_epi8(15);
+                let lower = _mm256_and_si256(nibbles, mask);
+                let upper = _mm256_and_si256(_mm256_srli_epi16::<4>(nibbles), mask);
+                let lower = _mm256_or_si256(lower, top::<BITS>(tops, at));
+                let upper = _mm256_or_si256(upper, top::<BITS>(tops, at + BITS));
+                let pairs = _mm256_add_epi16(
+                    _mm256_maddubs_epi16(lower, low),
+                    _mm256_maddubs_epi16(upper, high),
+                );
+                _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn load_i8(self, src: *const i8) -> __m256i {
+            // SAFETY: see above.
+            unsafe { _mm256_cvtepi8_epi32(_mm_loadl_epi64(src.cast())) }
+        }
+
+        #[inline(always)]
+        fn mul_add(self, a: __m256i, b: __m256i, c: __m256i) -> __m256i {
+            // SAFETY: see above.
+            unsafe { _mm256_add_epi32(_mm256_mullo_epi32(a, b), c) }
         }
 
         #[inline(always)]

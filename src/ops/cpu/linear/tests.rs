@@ -1,5 +1,7 @@
 //! The kernels on every instruction set that the machine has.
 
+mod superblocks;
+
 use std::cell::RefCell;
 
 use rand::rngs::StdRng;
@@ -147,7 +149,7 @@ impl ByteTask for Product<'_, &Blocks, &Activations> {
         let mut room = self.room();
         let tiles = BlockTiles {
             weight: self.weight,
-            tiles: 0..self.out.div_ceil(blocks::TILE),
+            tiles: 0..self.out.div_ceil(tiles::TILE),
             x: self.x,
             out: Out::new(&mut room, self.out),
         };
@@ -250,13 +252,40 @@ impl ByteTask for ByteProducts {
             let start = simd.splat(-7);
             let dots = store(simd.dot_bytes(start, load(weights.map(|w| w + 128)), load(low)));
             let nibbles = store(simd.dot_nibbles(start, load(weights), load(low), load(high)));
+            let of_weights = weights.map(|w| w as i8);
+            // SAFETY: the widest register has 16 lanes.
+            let scale = unsafe { simd.load_i8(of_weights.as_ptr()) };
+            let scaled = store(simd.mul_add(scale, simd.splat(-129), start));
             for lane in 0..S::Floats::LANES {
+                assert_eq!(scaled[lane], (weights[lane] * -129 - 7) as f32);
                 let sum =
                     |f: &dyn Fn(usize) -> i32| -7 + (4 * lane..4 * lane + 4).map(f).sum::<i32>();
                 let want = sum(&|i| (weights[i] + S::BYTE_OFFSET) * low[i]);
                 assert_eq!(dots[lane], want as f32);
                 let want = sum(&|i| (weights[i] & 15) * low[i] + (weights[i] >> 4 & 15) * high[i]);
                 assert_eq!(nibbles[lane], want as f32);
+            }
+            let tops = [(); 64].map(|()| byte(-128));
+            let [nibbles, above, below, over] = [weights, tops, low, high].map(load);
+            let one = [0, 2, 4, 6].map(|at| {
+                let dots = simd.dot_topped::<1>(start, nibbles, above, at, below, over);
+                (1, at, store(dots))
+            });
+            let two = [0, 4].map(|at| {
+                let dots = simd.dot_topped::<2>(start, nibbles, above, at, below, over);
+                (2, at, store(dots))
+            });
+            for (bits, at, got) in one.into_iter().chain(two) {
+                let top = |i: usize, at: u32| (tops[i] >> at & ((1 << bits) - 1)) * 16;
+                for (lane, &got) in got.iter().enumerate().take(S::Floats::LANES) {
+                    let dots = (4 * lane..4 * lane + 4).map(|i| {
+                        let lower = (weights[i] & 15) + top(i, at);
+                        let upper = (weights[i] >> 4 & 15) + top(i, at + bits);
+                        lower * low[i] + upper * high[i]
+                    });
+                    let want = dots.sum::<i32>() - 7;
+                    assert_eq!(got, want as f32, "{bits} bits at {at}");
+                }
             }
         }
     }

@@ -4,7 +4,7 @@ use std::arch::aarch64::*;
 use std::arch::asm;
 
 use super::super::super::simd::{Neon, Simd};
-use super::{ByteSimd, ByteTask};
+use super::{ByteSimd, ByteTask, top_mask};
 
 /// NEON with products of four bytes (`DOT`: Cortex-A75, Apple A11, Neoverse N1 and later) or
 /// only of one.
@@ -59,13 +59,13 @@ impl<const DOT: bool> Bytes<DOT> {
         }
     }
 
-    /// As [`Self::dot`], of both pairs; weights are below 16.
+    /// As [`Self::dot`], of both pairs; weights are below 64.
     #[inline(always)]
     fn dot_both(self, sum: int32x4_t, weights: [int8x16_t; 2], x: [int8x16_t; 2]) -> int32x4_t {
         if DOT {
             return self.dot(self.dot(sum, weights[0], x[0]), weights[1], x[1]);
         }
-        // SAFETY: `self` proves that the machine has NEON. Four products of 15 and 127 fit 16
+        // SAFETY: `self` proves that the machine has NEON. Four products of 63 and 127 fit 16
         // bits.
         unsafe {
             let low = vmull_s8(vget_low_s8(weights[0]), vget_low_s8(x[0]));
@@ -131,6 +131,42 @@ impl<const DOT: bool> ByteSimd for Bytes<DOT> {
     }
 
     #[inline(always)]
+    fn dot_topped<const BITS: u32>(
+        self,
+        sum: int32x4x2_t,
+        nibbles: int32x4x2_t,
+        tops: int32x4x2_t,
+        at: u32,
+        low: int32x4x2_t,
+        high: int32x4x2_t,
+    ) -> int32x4x2_t {
+        // SAFETY: see above.
+        unsafe {
+            let first = topped::<BITS>(nibbles.0, tops.0, at);
+            let second = topped::<BITS>(nibbles.1, tops.1, at);
+            int32x4x2_t(
+                self.dot_both(sum.0, first, [quads(low.0), quads(high.0)]),
+                self.dot_both(sum.1, second, [quads(low.1), quads(high.1)]),
+            )
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load_i8(self, src: *const i8) -> int32x4x2_t {
+        // SAFETY: see above.
+        unsafe {
+            let wide = vmovl_s8(vld1_s8(src));
+            int32x4x2_t(vmovl_s16(vget_low_s16(wide)), vmovl_high_s16(wide))
+        }
+    }
+
+    #[inline(always)]
+    fn mul_add(self, a: int32x4x2_t, b: int32x4x2_t, c: int32x4x2_t) -> int32x4x2_t {
+        // SAFETY: see above.
+        unsafe { int32x4x2_t(vmlaq_s32(c.0, a.0, b.0), vmlaq_s32(c.1, a.1, b.1)) }
+    }
+
+    #[inline(always)]
     fn to_f32(self, x: int32x4x2_t) -> <Neon as Simd>::V {
         // SAFETY: see above.
         unsafe { float32x4x2_t(vcvtq_f32_s32(x.0), vcvtq_f32_s32(x.1)) }
@@ -160,6 +196,26 @@ unsafe fn halves(nibbles: int32x4_t) -> [int8x16_t; 2] {
         [
             vreinterpretq_s8_u8(low),
             vreinterpretq_s8_u8(vshrq_n_u8::<4>(bytes)),
+        ]
+    }
+}
+
+/// As [`halves`], with `BITS` bits of `tops` above each: those from `at` on above the lower ones,
+/// the next above the upper ones.
+///
+/// # Safety
+/// The machine has NEON.
+#[inline(always)]
+unsafe fn topped<const BITS: u32>(nibbles: int32x4_t, tops: int32x4_t, at: u32) -> [int8x16_t; 2] {
+    // SAFETY: the caller's promise. A negative count moves to the right.
+    unsafe {
+        let [low, high] = halves(nibbles);
+        let (tops, mask) = (vreinterpretq_u8_s32(tops), vdupq_n_u8(top_mask::<BITS>()));
+        let of_low = vandq_u8(vshlq_u8(tops, vdupq_n_s8(4 - at as i8)), mask);
+        let of_high = vandq_u8(vshlq_u8(tops, vdupq_n_s8(4 - (at + BITS) as i8)), mask);
+        [
+            vorrq_s8(low, vreinterpretq_s8_u8(of_low)),
+            vorrq_s8(high, vreinterpretq_s8_u8(of_high)),
         ]
     }
 }
