@@ -150,7 +150,7 @@ fn hostile_templates_are_errors() {
         template.render(&[], true)
     };
     assert_eq!(in_lists("[ns.x]", 100_000, "1").unwrap(), "1");
-    let many = format!("{}ns.x{}", "[".repeat(100), "]".repeat(100));
+    let many = format!("{}ns.x{}", "[".repeat(60), "]".repeat(60));
     assert!(in_lists(&many, 100_000, "1").is_err());
     for walk in ["ns.x", "ns.x|tojson", "ns.x == [ns.x]"] {
         assert!(in_lists("[ns.x]", 100_000, walk).is_ok(), "{walk}");
