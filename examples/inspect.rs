@@ -44,17 +44,17 @@ fn run(args: &Args) -> Result<()> {
     for (dtype, name) in [(DType::F32, "f32"), (DType::F16, "f16 or bf16")] {
         let groups = spec.cache_spec(dtype)?.groups;
         println!("\nK/V in {name}");
-        let mut per_token = 0;
-        let mut fixed = 0;
+        let mut per_token = 0u64;
+        let mut fixed = 0u64;
         for group in &groups {
             let bytes = group.bytes_per_token().context("too large to count")?;
             let window = match group.window {
                 Some(window) => {
-                    fixed += bytes * window as u64;
+                    fixed = bytes.saturating_mul(window as u64).saturating_add(fixed);
                     format!("window {window}")
                 }
                 None => {
-                    per_token += bytes;
+                    per_token = bytes.saturating_add(per_token);
                     "full context".to_string()
                 }
             };

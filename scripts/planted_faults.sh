@@ -24,7 +24,7 @@ window_one_too_wide|src/ops/options.rs|past.saturating_sub(window)|(past - 1).sa
 last_token_lost|src/ops/options.rs|Self::Causal => 0..past.min(len)|Self::Causal => 0..(past - 1).min(len)
 last_token_lost_portable|src/ops/portable.rs|seen(i).contains(&(begin + j))|seen(i).contains(&(begin + j + 1))
 token_past_the_length|src/ops/cpu/plan.rs|visible(mask, first_row, len).start..len;|visible(mask, first_row, len).start..len.next_multiple_of(table.block_size());
-wrong_kv_head_decode|src/ops/cpu/decode.rs|TOKENS>(&k.start[token..], head, dim)|TOKENS>(&k.start[token..], (head + 1) % kv_heads, dim)
+wrong_kv_head_decode|src/ops/cpu/decode.rs|offset: head * dim,|offset: (head + 1) % kv_heads * dim,
 wrong_kv_head_prefill|src/ops/cpu/prefill.rs|Rows::new(&v_context, &tile, head, v_dim)|Rows::new(&v_context, &tile, 0, v_dim)
 wrong_query_head_decode|src/ops/cpu/lanes.rs|kv_head * self.group + within % self.group|kv_head + within % self.group
 swapped_slopes_decode|src/ops/cpu/lanes.rs|of_row.zip(slopes.chunks_exact(self.group))|of_row.zip(slopes.rchunks_exact(self.group))

@@ -4,6 +4,17 @@ use std::path::PathBuf;
 
 use candle_core::{DType, DeviceLocation};
 
+/// The beginning of a value of a file, as an error shows it: a long one would bury the
+/// message.
+pub(crate) fn cut(value: impl std::fmt::Display) -> String {
+    const SHOWN: usize = 60;
+    let text = value.to_string();
+    match text.char_indices().nth(SHOWN) {
+        Some((at, _)) => format!("{}...", text.split_at(at).0),
+        None => text,
+    }
+}
+
 /// Result with the crate's [`Error`].
 pub type Result<T> = std::result::Result<T, Error>;
 

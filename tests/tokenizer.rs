@@ -252,6 +252,12 @@ fn unknown_kinds_and_broken_descriptions_are_named() {
         ("tokens", Value::U32(1), "tokens"),
         ("merges", tiny::strings(&["he"]), "`he`"),
         ("merges", tiny::strings(&["h nowhere"]), "merges"),
+        // Longer than every token.
+        (
+            "merges",
+            tiny::strings(&["<|im_start|> <|im_start|>"]),
+            "merges",
+        ),
         ("token_type", Value::Array(vec![Value::I32(3)]), "1 entries"),
         ("bos_token_id", Value::U32(264), "bos_token_id: 264"),
         ("eos_token_id", Value::U32(264), "eos_token_id: 264"),
@@ -379,6 +385,62 @@ fn spaces_are_those_of_the_whole_decode() {
         pieces.waiting().unwrap()
     });
     assert_eq!(waiting, ["", "", "", "€", "", ""]);
+}
+
+/// A `tokenizer.json` with the letters `a` and `b` as its tokens.
+fn letters() -> serde_json::Value {
+    serde_json::json!({
+        "version": "1.0",
+        "added_tokens": [],
+        "model": { "type": "BPE", "vocab": { "a": 0, "b": 1 }, "merges": [] },
+    })
+}
+
+fn read(tokenizer: &serde_json::Value) -> Result<Tokenizer> {
+    let folder = tempfile::tempdir().unwrap();
+    let path = tiny::write(folder.path(), "tokenizer.json", tokenizer.to_string());
+    tokenizer::from_file(path)
+}
+
+#[test]
+fn prompts_are_neither_truncated_nor_padded() {
+    let mut file = letters();
+    file["truncation"] = serde_json::json!({
+        "direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0,
+    });
+    file["padding"] = serde_json::json!({
+        "strategy": { "Fixed": 10 }, "direction": "Right", "pad_to_multiple_of": null,
+        "pad_id": 0, "pad_type_id": 0, "pad_token": "a",
+    });
+    let tokenizer = read(&file).unwrap();
+    assert_eq!(encode(&tokenizer, "bbbbbbbb"), [1; 8]);
+    assert_eq!(encode(&tokenizer, "bb"), [1; 2]);
+}
+
+/// Files on which the `tokenizers` crate panics.
+#[test]
+fn contradictions_that_nobody_checks_are_errors() {
+    let with = |pointer: &str, key: &str, value: serde_json::Value| {
+        let mut file = letters();
+        file.pointer_mut(pointer).unwrap()[key] = value;
+        file
+    };
+    let mut prefix = with("/model", "merges", serde_json::json!(["a b"]));
+    prefix["model"]["continuing_subword_prefix"] = serde_json::json!("##");
+    let rules = serde_json::json!({ "type": "Precompiled", "precompiled_charsmap": "AAAA" });
+    for file in [
+        with("/model", "merges", serde_json::json!(["a b"])),
+        prefix,
+        with("", "normalizer", rules),
+    ] {
+        let error = read(&file).unwrap_err();
+        assert!(matches!(error, Error::Format { .. }), "{error}");
+    }
+    let nothing = serde_json::json!({ "type": "BPEDecoder", "suffix": "" });
+    let tokenizer = Arc::new(read(&with("", "decoder", nothing)).unwrap());
+    let mut stream = TextStream::new(tokenizer, false);
+    let error = stream.push(0).unwrap_err();
+    assert!(matches!(error, Error::Tokenizer(_)), "{error}");
 }
 
 #[derive(serde::Deserialize)]

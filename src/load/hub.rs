@@ -1,12 +1,16 @@
 //! Models by their name on the Hugging Face hub.
 
-use std::{path::PathBuf, sync::mpsc, time::Duration};
+use std::{
+    path::{Path, PathBuf},
+    sync::mpsc,
+    time::Duration,
+};
 
 use hf_hub::{
-    Cache, CacheRepo,
+    Cache, CacheRepo, Repo, RepoType,
     api::{
         Progress,
-        sync::{ApiBuilder, ApiRepo},
+        sync::{ApiBuilder, ApiError, ApiRepo},
     },
 };
 
@@ -19,17 +23,19 @@ use crate::error::{Error, Result};
 /// How long the hub may take to answer the first, small request.
 pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Downloaded if the repository has them, before the weights: a folder whose weights are there
-/// is complete.
+/// Downloaded if the repository has them, before the weights.
 const OPTIONAL: [&str; 4] = [
     "generation_config.json",
-    "tokenizer_config.json",
     "chat_template.jinja",
     "special_tokens_map.json",
+    LAST_OPTIONAL,
 ];
+/// Nearly every repository has it. A folder with weights and without it was left by a program
+/// that did not ask for the optional files, as candle's examples do not.
+const LAST_OPTIONAL: &str = "tokenizer_config.json";
 const NEEDED: [&str; 2] = ["config.json", "tokenizer.json"];
 
-/// Whether `id` has the form `owner/name`.
+/// Whether `id` has the form `owner/name`. A name in `.gguf` is that of a file.
 pub fn is_id(id: &str) -> bool {
     let part = |part: &str| {
         !part.is_empty()
@@ -39,12 +45,16 @@ pub fn is_id(id: &str) -> bool {
                 .all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))
     };
     id.split_once('/')
-        .is_some_and(|(owner, name)| part(owner) && part(name))
+        .is_some_and(|(owner, name)| part(owner) && part(name) && !name.ends_with(".gguf"))
 }
 
 /// The local folder of a model: configuration, tokenizer and safetensors weights, from the
-/// hub's usual cache (`HF_HOME`) or else downloaded into it from `HF_ENDPOINT`; `observer` is
-/// told of each file. A complete cache costs no request.
+/// hub's usual cache (`HF_HOME`) or else downloaded into it from `HF_ENDPOINT`, with the token
+/// in `HF_TOKEN` or that of the cache; `observer` is told of each file.
+///
+/// A complete cache costs no request. One that lacks `tokenizer_config.json` gets those of
+/// the optional files (it, `generation_config.json`, the chat template) that the repository
+/// has, and is taken as it is if the hub does not answer.
 ///
 /// # Errors
 /// [`Error::ModelNotFound`] if the hub refuses, or does not answer within [`ANSWER_TIMEOUT`];
@@ -60,8 +70,12 @@ pub fn fetch(id: &str, observer: &Observer) -> Result<PathBuf> {
     if std::env::var_os("HF_HOME").is_none() && std::env::home_dir().is_none() {
         return Err(not_found("neither HF_HOME nor a home folder is known"));
     }
-    let (builder, cache) = (ApiBuilder::from_env(), Cache::from_env());
-    fetch_with(id, builder, &cache, ANSWER_TIMEOUT, observer)
+    let mut builder = ApiBuilder::from_env();
+    // hf-hub reads the token of the cache only.
+    if let Some(token) = std::env::var("HF_TOKEN").ok().filter(|t| !t.is_empty()) {
+        builder = builder.with_token(Some(token));
+    }
+    fetch_with(id, builder, &Cache::from_env(), ANSWER_TIMEOUT, observer)
 }
 
 fn fetch_with(
@@ -73,6 +87,11 @@ fn fetch_with(
 ) -> Result<PathBuf> {
     let cached = cache.model(id.into());
     if let Some(folder) = complete(&cached) {
+        if !folder.join(LAST_OPTIONAL).exists()
+            && let Err(error) = add_optional(id, &folder, builder, timeout, observer)
+        {
+            tracing::debug!(id, error, "the cache is taken as it is");
+        }
         return Ok(folder);
     }
     let refused = |e: &dyn std::fmt::Display| Error::ModelNotFound {
@@ -92,14 +111,7 @@ fn fetch_with(
         if let Some(path) = cached.get(file) {
             return Ok(path);
         }
-        let download = Download {
-            observer,
-            file: file.into(),
-            bytes: 0,
-            total: 0,
-        };
-        repo.download_with_progress(file, download)
-            .map_err(|e| refused(&format!("{file}: {e}")))
+        download(&repo, file, observer).map_err(|e| refused(&format!("{file}: {e}")))
     };
     for file in OPTIONAL {
         if files.iter().any(|listed| listed == file) {
@@ -124,6 +136,29 @@ fn fetch_with(
     complete(&cached).ok_or_else(|| refused(&"the repository changed meanwhile; try again"))
 }
 
+/// Downloads into a snapshot folder those of [`OPTIONAL`] that it lacks and its revision has.
+fn add_optional(
+    id: &str,
+    folder: &Path,
+    builder: ApiBuilder,
+    timeout: Duration,
+    observer: &Observer,
+) -> std::result::Result<(), String> {
+    // Not those of `main`, which may have moved on: hf-hub would then look for all files in
+    // the folder of the newer revision.
+    let commit = folder.file_name().unwrap_or_default().to_string_lossy();
+    let revision = Repo::with_revision(id.into(), RepoType::Model, commit.into());
+    let api = builder.build().map_err(|e| e.to_string())?;
+    let files = list(api.repo(revision.clone()), timeout)?;
+    let repo = api.repo(revision);
+    for file in OPTIONAL {
+        if files.iter().any(|listed| listed == file) && !folder.join(file).exists() {
+            download(&repo, file, observer).map_err(|e| format!("{file}: {e}"))?;
+        }
+    }
+    Ok(())
+}
+
 /// The snapshot folder if everything that a model needs is in it.
 fn complete(cached: &CacheRepo) -> Option<PathBuf> {
     let folder = cached.get("config.json")?.parent()?.to_path_buf();
@@ -146,6 +181,20 @@ fn list(repo: ApiRepo, timeout: Duration) -> std::result::Result<Vec<String>, St
         .recv_timeout(timeout)
         .map_err(|_| format!("no answer within {} s", timeout.as_secs_f32()))??;
     Ok(info.siblings.into_iter().map(|f| f.rfilename).collect())
+}
+
+fn download(
+    repo: &ApiRepo,
+    file: &str,
+    observer: &Observer,
+) -> std::result::Result<PathBuf, ApiError> {
+    let download = Download {
+        observer,
+        file: file.into(),
+        bytes: 0,
+        total: 0,
+    };
+    repo.download_with_progress(file, download)
 }
 
 /// A file on its way.
@@ -186,7 +235,6 @@ mod tests {
         collections::HashMap,
         io::{self, BufRead, BufReader, Write},
         net::{TcpListener, TcpStream},
-        path::Path,
         sync::{Arc, Mutex},
         time::Instant,
     };
@@ -221,6 +269,7 @@ mod tests {
         let path = request.split(' ').nth(1).unwrap_or_default();
         let file = path
             .rsplit_once("/resolve/main/")
+            .or_else(|| path.rsplit_once("/resolve/c0ffee/"))
             .and_then(|(_, name)| files.get_key_value(name));
         let (status, head, body) = match file {
             Some((name, body)) => {
@@ -237,7 +286,10 @@ mod tests {
                 let body = body.chars().take(end).collect();
                 ("206 Partial Content", head, body)
             }
-            None if path == "/api/models/owner/tiny/revision/main" => {
+            None if ["main", "c0ffee"]
+                .iter()
+                .any(|of| path == format!("/api/models/owner/tiny/revision/{of}")) =>
+            {
                 let names: Vec<_> = files
                     .keys()
                     .map(|name| serde_json::json!({ "rfilename": name }))
@@ -265,6 +317,7 @@ mod tests {
             ("config.json", "{}"),
             ("tokenizer.json", "{ }"),
             ("generation_config.json", "{  }"),
+            ("tokenizer_config.json", "{   }"),
             ("pytorch_model.bin", "not wanted"),
             (
                 INDEX_FILE,
@@ -290,9 +343,33 @@ mod tests {
             assert_eq!(std::fs::read_to_string(folder.join(name))?, content);
         }
         assert!(!folder.join("pytorch_model.bin").exists());
-        let unreachable = "http://127.0.0.1:9";
-        let again = fetch_from(unreachable, home.path(), "owner/tiny", &nobody)?;
+        let hub = TcpListener::bind("127.0.0.1:0")?;
+        let endpoint = format!("http://{}", hub.local_addr()?);
+        let again = fetch_from(&endpoint, home.path(), "owner/tiny", &nobody)?;
         assert_eq!(again, folder);
+        hub.set_nonblocking(true)?;
+        assert!(hub.accept().is_err(), "a complete cache asked the hub");
+        Ok(())
+    }
+
+    /// candle's examples fill the same cache with what they need.
+    #[test]
+    fn a_cache_without_the_optional_files_gets_them_when_the_hub_answers() -> Outcome {
+        let mut files = sharded();
+        let optional = ["generation_config.json", "tokenizer_config.json"];
+        files.retain(|name, _| !optional.contains(name));
+        let home = tempfile::tempdir()?;
+        let fetch =
+            |endpoint: &str| fetch_from(endpoint, home.path(), "owner/tiny", &Observer::default());
+        let folder = fetch(&fake_hub(files)?)?;
+        let unreachable = "http://127.0.0.1:9";
+        assert_eq!(fetch(unreachable)?, folder);
+        assert_eq!(fetch(&fake_hub(sharded())?)?, folder);
+        for name in optional {
+            let content = std::fs::read_to_string(folder.join(name))?;
+            assert_eq!(Some(&content.as_str()), sharded().get(name), "{name}");
+        }
+        assert_eq!(fetch(unreachable)?, folder);
         Ok(())
     }
 
@@ -375,7 +452,9 @@ mod tests {
         for id in ["HuggingFaceTB/SmolLM2-135M-Instruct", "a/b.c_d"] {
             assert!(is_id(id), "{id}");
         }
-        for id in ["", "a", "a/", "/b", "a/b/c", "./b", "../b", "a/..", "a/b c"] {
+        for id in [
+            "", "a", "a/", "/b", "a/b/c", "./b", "../b", "a/..", "a/b c", "a/b.gguf",
+        ] {
             assert!(!is_id(id), "{id}");
         }
     }

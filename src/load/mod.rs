@@ -23,6 +23,8 @@ pub use pretrained::{LoadOptions, Pretrained, from_pretrained};
 pub use progress::{LoadProgress, Observer};
 pub use text_stream::TextStream;
 
+use std::ops::Range;
+
 use candle_core::DType;
 
 use crate::error::{Error, Result};
@@ -51,6 +53,19 @@ fn check_shape(name: &str, place: &str, expected: &[usize], got: &[usize]) -> Re
         expected: format!("{expected:?}"),
         got: got.to_vec(),
     })
+}
+
+/// Which two tensors of a file share bytes, if any do: a small file could name the same bytes
+/// over and over and be a large model. Tensors without bytes share none.
+fn overlap<'a>(tensors: impl Iterator<Item = (&'a str, Range<usize>)>) -> Option<String> {
+    let mut places: Vec<_> = tensors.filter(|(_, bytes)| !bytes.is_empty()).collect();
+    places.sort_unstable_by_key(|(name, bytes)| (bytes.start, *name));
+    let mut pairs = places.iter().zip(places.iter().skip(1));
+    let ((a, at), (b, also)) = pairs.find(|((_, a), (_, b))| b.start < a.end)?;
+    Some(format!(
+        "tensors `{a}` at bytes {} to {} and `{b}` at bytes {} to {} overlap",
+        at.start, at.end, also.start, also.end
+    ))
 }
 
 /// What a tensor that is not in the checkpoint is called in an error.

@@ -109,7 +109,11 @@ pub struct Pretrained {
 }
 
 /// Ends of a turn. Older files name only the end of a *text* as their EOS.
-const CHAT_ENDS: [&str; 4] = ["<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>"];
+const CHAT_ENDS: [&str; 4] = ["<|im_end|>", "<|eot_id|>", "<end_of_turn>", MESSAGE_END];
+/// Phi-3's end of a turn. Where there is [`ANSWER_END`] too (GPT-OSS), a turn has several
+/// messages, and this ends but one of them.
+const MESSAGE_END: &str = "<|end|>";
+const ANSWER_END: &str = "<|return|>";
 
 /// Loads a model from a GGUF file, a folder that holds one, a folder with `config.json`,
 /// `tokenizer.json` and safetensors, or (feature `hub`) by its hub id `owner/name`. What is on
@@ -142,10 +146,17 @@ pub fn from_pretrained(model: impl AsRef<Path>, options: &LoadOptions) -> Result
 
 #[cfg(feature = "hub")]
 fn from_hub(model: &Path, options: &LoadOptions) -> Result<PathBuf> {
-    match model.to_str().filter(|id| super::hub::is_id(id)) {
-        Some(id) => super::hub::fetch(id, &options.progress),
-        None => Err(not_found(model, "no such file or folder")),
-    }
+    let Some(id) = model.to_str().filter(|id| super::hub::is_id(id)) else {
+        return Err(not_found(model, "no such file or folder"));
+    };
+    super::hub::fetch(id, &options.progress).map_err(|error| match error {
+        // What looks like an id may be a path with a slip in it.
+        Error::ModelNotFound { tried, .. } => not_found(
+            model,
+            &format!("no such file or folder; as a hub id: {tried}"),
+        ),
+        other => other,
+    })
 }
 
 #[cfg(not(feature = "hub"))]
@@ -288,9 +299,10 @@ fn assemble(
     path: &Path,
 ) -> Pretrained {
     if let Some(template) = &chat_template {
+        let many = tokenizer.token_to_id(ANSWER_END).is_some();
         let used = CHAT_ENDS
             .iter()
-            .filter(|end| template.source().contains(**end));
+            .filter(|end| !(many && **end == MESSAGE_END) && template.source().contains(**end));
         ends.extend(used.filter_map(|end| tokenizer.token_to_id(end)));
     }
     Pretrained {

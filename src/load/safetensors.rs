@@ -12,7 +12,7 @@ use std::{
 use candle_core::{DType, Device, Tensor};
 use serde::Deserialize;
 
-use super::{check_dtype, check_shape, json, missing_tensor, mmap::Mapped};
+use super::{check_dtype, check_shape, json, missing_tensor, mmap::Mapped, overlap};
 use crate::{
     error::{Error, Result},
     models::{LinearWeight, WeightSource},
@@ -231,6 +231,13 @@ impl Shard {
                      {data_len} bytes of data"
                 )));
             }
+        }
+        let places = tensors.iter().map(|(name, entry)| {
+            let [start, end] = entry.data_offsets;
+            (name.as_str(), start..end)
+        });
+        if let Some(overlap) = overlap(places) {
+            return Err(bad(overlap));
         }
         Ok(Self {
             path: path.into(),

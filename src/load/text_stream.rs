@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use tokenizers::Tokenizer;
 
+use super::tokenizer::caught;
 use crate::error::{Error, Result};
 
 /// Turns a stream of tokens into a stream of text whose pieces, put together, are what
@@ -99,9 +100,7 @@ impl TextStream {
     /// Text of the window past that of the piece already given out.
     fn new_text(&self) -> Result<String> {
         let decode = |tokens: &[u32]| {
-            self.tokenizer
-                .decode(tokens, self.skip_special)
-                .map_err(|e| Error::Tokenizer(e.to_string()))
+            caught(|| self.tokenizer.decode(tokens, self.skip_special)).map_err(Error::Tokenizer)
         };
         let (old, _) = self.window.split_at(self.emitted.min(self.window.len()));
         let old = decode(old)?;

@@ -1,6 +1,9 @@
 //! Tokenizers, from `tokenizer.json` or from the metadata of a GGUF file.
 
-use std::path::Path;
+use std::{
+    panic::{AssertUnwindSafe, catch_unwind},
+    path::Path,
+};
 
 use tokenizers::{
     AddedToken, Tokenizer,
@@ -13,17 +16,34 @@ use super::gguf::{GgufFile, integer};
 use super::{sentencepiece, splitting};
 use crate::error::{Error, Result};
 
-/// Reads a `tokenizer.json`.
+/// Reads a `tokenizer.json`. Truncation and padding that the file asks for are switched off:
+/// they are settings of a training run, and a prompt is encoded whole.
 ///
 /// # Errors
 /// [`Error::Io`] if it cannot be read, [`Error::Format`] if it is no tokenizer.
 pub fn from_file(path: impl AsRef<Path>) -> Result<Tokenizer> {
     let path = path.as_ref();
     let text = super::json::read_text(path)?;
-    Tokenizer::from_bytes(text).map_err(|e| Error::Format {
+    caught(|| {
+        let mut tokenizer = Tokenizer::from_bytes(text)?;
+        tokenizer.with_truncation(None)?.with_padding(None);
+        Ok(tokenizer)
+    })
+    .map_err(|e| Error::Format {
         path: path.into(),
         what: format!("not a tokenizer: {e}"),
     })
+}
+
+/// Calls into `tokenizers`, which panics where a file contradicts itself in ways that it does
+/// not check.
+pub(super) fn caught<T>(
+    call: impl FnOnce() -> tokenizers::Result<T>,
+) -> std::result::Result<T, String> {
+    // Whatever the call has changed is dropped with it, but for caches, which hold no state.
+    catch_unwind(AssertUnwindSafe(call))
+        .map_err(|_| "the `tokenizers` crate panicked".to_string())?
+        .map_err(|e| e.to_string())
 }
 
 /// Builds the tokenizer that a GGUF file describes. Gives llama.cpp's ids with special tokens
@@ -95,6 +115,10 @@ fn byte_level(file: &GgufFile, vocab: Vocab) -> Result<(Tokenizer, bool)> {
         .strings("tokenizer.ggml.merges")?
         .into_iter()
         .map(|merge| match merge.split_once(' ') {
+            // `tokenizers` panics on a longer one than the longest token.
+            Some((left, right)) if !vocab.contains_key(&[left, right].concat()) => {
+                Err(file.bad(format!("tokenizer.ggml.merges: `{merge}` makes no token")))
+            }
             Some((left, right)) => Ok((left.to_string(), right.to_string())),
             None => Err(file.bad(format!(
                 "tokenizer.ggml.merges: expected two tokens and a space, got `{merge}`"

@@ -56,7 +56,7 @@ impl Linear {
     ///
     /// # Errors
     /// [`Error::Device`] for a quantised weight on another device; [`Error::Shape`] for a
-    /// weight that is no matrix; what candle answers.
+    /// weight that is no matrix, or a bias that is no row of its outputs; what candle answers.
     pub fn new(
         weight: LinearWeight,
         bias: Option<Tensor>,
@@ -64,6 +64,16 @@ impl Linear {
         device: &Device,
     ) -> Result<Self> {
         let weight = settle(weight, dtype, device)?;
+        let out = weight.dims().first().copied();
+        let out = out.as_slice();
+        if let Some(bias) = bias.as_ref().filter(|bias| bias.dims() != out) {
+            return Err(Error::Shape {
+                op: OP,
+                tensor: "bias".into(),
+                expected: format!("{out:?}"),
+                got: bias.dims().to_vec(),
+            });
+        }
         Self::of(Weight::new(&[&weight], device)?, bias, device)
     }
 

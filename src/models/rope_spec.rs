@@ -186,6 +186,19 @@ impl RopeScaling {
         if fits {
             return Ok(());
         }
-        refuse("rope scaling", rule, format!("{self:?}, {pairs} pairs"))
+        let got = match self {
+            // The lists themselves would bury the message.
+            Self::LongRope {
+                divisors: LongRopeDivisors::Listed { short, long },
+                attention_factor,
+                ..
+            } => format!(
+                "{} short and {} long divisors, attention factor {attention_factor}",
+                short.len(),
+                long.len()
+            ),
+            other => format!("{other:?}"),
+        };
+        refuse("rope scaling", rule, format!("{got}, {pairs} pairs"))
     }
 }

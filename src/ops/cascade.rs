@@ -64,10 +64,10 @@ struct Reader<'a> {
 }
 
 impl Cascade {
-    /// Tokens that a row has to save to be worth its part in a cascade. Measured on a CPU:
-    /// decode of 2, 4 and 16 sequences with F32 and BF16 caches broke even where each row saved
-    /// 100 to 250 tokens, apart from groups of 4 heads over 16 sequences, which are bound by
-    /// arithmetic. Not yet measured on a GPU.
+    /// Tokens that a row has to save to be worth its part in a cascade. Measured on a CPU with F32
+    /// and BF16 caches: decode of 16 sequences broke even where each row saved 60 to 120 tokens,
+    /// in groups of 4 heads too. Of 2 and 4 sequences it did at 60 to 130 without groups; in groups
+    /// not below 190, and with 3 KV heads of dim 64 not at 190 either. Not yet measured on a GPU.
     pub const ROW_COST: usize = 128;
 
     /// Looks in `table` for shared prefixes that save more than `row_cost` tokens for each row

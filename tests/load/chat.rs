@@ -140,6 +140,26 @@ fn hostile_templates_are_errors() {
     let long = "x".repeat(65_537);
     let error = ChatTemplate::new(&long, "", "").unwrap_err();
     assert!(error.to_string().contains("65537"), "{error}");
+    // Lists in lists, as deep as the fuel allows, only to be dropped or to be walked through.
+    let in_lists = |by: &str, count: usize, then: &str| {
+        let template = format!(
+            "{{% set ns = namespace(x=[]) %}}{{% for i in range({count}) %}}\
+             {{% set ns.x = {by} %}}{{% endfor %}}{{{{ {then} }}}}"
+        );
+        let template = ChatTemplate::new(&template, "", "").unwrap();
+        template.render(&[], true)
+    };
+    assert_eq!(in_lists("[ns.x]", 100_000, "1").unwrap(), "1");
+    let many = format!("{}ns.x{}", "[".repeat(60), "]".repeat(60));
+    assert!(in_lists(&many, 100_000, "1").is_err());
+    for walk in ["ns.x", "ns.x|tojson", "ns.x == [ns.x]"] {
+        assert!(in_lists("[ns.x]", 100_000, walk).is_ok(), "{walk}");
+        let _either = in_lists(&many, 5_000, walk);
+    }
+    for (by, count) in [("[ns.x]", 100_000), ("[ns.x, ns.x]", 40)] {
+        let json = in_lists(by, count, "ns.x|tojson(indent=16)").unwrap_err();
+        assert!(json.to_string().contains("16777216 bytes"), "{json}");
+    }
     // Nesting as deep as the size allows either parses or is refused.
     for (open, inner) in [("not ", "true"), ("-", "1"), ("[", "1"), ("(", "1")] {
         let deep = format!("{{{{ {}{inner} }}}}", open.repeat(65_000 / open.len()));
@@ -147,6 +167,15 @@ fn hostile_templates_are_errors() {
             let _ = template.render(&[], true);
         }
     }
+}
+
+/// As SmolLM3 marks the text to train on; transformers renders what is between the tags.
+#[test]
+fn generation_tags_are_left_out() {
+    let template = "a\n  {% generation %}\n b {%- endgeneration -%}\n c\n{%-generation-%} d {%endgeneration%}e";
+    assert_eq!(render(template, &[], false), "a\n bcd e");
+    let loose = ChatTemplate::new("{% generation %}", "", "");
+    assert!(matches!(loose, Err(Error::Template(_))), "{loose:?}");
 }
 
 #[test]
@@ -200,6 +229,19 @@ fn from_a_folder() {
         let path = config(bad);
         crate::assert_blames(&find().unwrap_err(), &path);
     }
+    for name in ["tokenizer_config.json", "chat_template.jinja"] {
+        let bad = match name {
+            "chat_template.jinja" => "{% for %}",
+            _ => r#"{ "chat_template": "{% for %}" }"#,
+        };
+        let path = tiny::write(folder.path(), name, bad).display().to_string();
+        let error = find().unwrap_err();
+        assert!(
+            matches!(&error, Error::Template(what) if what.ends_with(&path)),
+            "{error}"
+        );
+    }
+    std::fs::remove_file(folder.path().join("chat_template.jinja")).unwrap();
     let path = tiny::write(folder.path(), "tokenizer_config.json", "{");
     crate::assert_blames(&find().unwrap_err(), &path);
 }
@@ -214,6 +256,9 @@ fn from_a_gguf() {
     };
     assert!(open(&metadata).unwrap().is_none());
     let key = "tokenizer.chat_template".to_string();
+    metadata.insert(key.clone(), Value::String("{% for %}".into()));
+    let error = open(&metadata).unwrap_err();
+    assert!(error.to_string().ends_with("t.gguf"), "{error}");
     metadata.insert(key, Value::String("{{ bos_token }}!".into()));
     let text = open(&metadata)
         .unwrap()

@@ -169,6 +169,13 @@ fn claims_that_the_file_cannot_hold_are_refused() {
         ("offset overflows", one(&[8], F32, u64::MAX - 31)),
         ("offset not aligned", one(&[1], F32, 4)),
         (
+            "tensors that overlap",
+            Bytes::header(3, 2, 0)
+                .tensor("t", &[16], F32, 0)
+                .tensor("u", &[1], F32, 32)
+                .data(64),
+        ),
+        (
             "tensor twice",
             Bytes::header(3, 2, 0)
                 .tensor("t", &[1], F32, 0)

@@ -68,6 +68,36 @@ fn a_gguf_file_or_a_folder_that_holds_one() {
     );
 }
 
+/// `<|end|>` ends a turn of Phi-3, and in GPT-OSS one message of a turn that `<|return|>` ends.
+#[test]
+fn the_end_of_a_message_is_not_that_of_an_answer() {
+    const MESSAGES: &str = "{% for m in messages %}{{ m.content }}<|end|>{% endfor %}";
+    let folder = tempfile::tempdir().unwrap();
+    let ends = |names: [&str; 2]| {
+        let renamed = |token: String| match token.as_str() {
+            "<|im_start|>" => names[0].to_string(),
+            "<|note|>" => names[1].to_string(),
+            _ => token,
+        };
+        let tokens: Vec<String> = tiny::vocabulary().into_iter().map(renamed).collect();
+        let tokens: Vec<&str> = tokens.iter().map(String::as_str).collect();
+        let mut metadata = tiny::llama_metadata();
+        metadata.extend([
+            ("tokenizer.ggml.tokens".into(), tiny::strings(&tokens)),
+            (
+                "tokenizer.chat_template".into(),
+                Value::String(MESSAGES.into()),
+            ),
+        ]);
+        load(&gguf(folder.path(), "t.gguf", &metadata))
+            .unwrap()
+            .eos_token_ids
+    };
+    let (bos, end) = (tiny::id("<|bos|>"), tiny::id("<|im_start|>"));
+    assert_eq!(ends(["<|end|>", "<|note|>"]), [bos, end]);
+    assert_eq!(ends(["<|end|>", "<|return|>"]), [bos]);
+}
+
 #[test]
 fn a_hugging_face_folder() {
     let folder = hf_folder();
@@ -239,6 +269,8 @@ fn a_model_that_is_nowhere_and_a_dtype_that_is_none() {
     for (place, expected) in [
         (folder.path().join("nothing.gguf"), "no such file"),
         (folder.path().to_path_buf(), "neither config.json nor"),
+        // No hub id.
+        ("models/nothing.gguf".into(), "no such file"),
     ] {
         let error = load(&place).unwrap_err();
         assert!(

@@ -211,6 +211,22 @@ fn headers_that_lie_are_refused() {
         let error = open(folder.path()).expect_err(what);
         assert_blames(&error, &path);
     }
+    // The same bytes under several names: a small file would be a large model.
+    let two = |a: [usize; 2], b: [usize; 2]| {
+        let entry = |[start, end]: [usize; 2]| json!({ "dtype": "F32", "shape": [(end - start) / 4], "data_offsets": [start, end] });
+        let header = json!({ "a": entry(a), "b": entry(b) });
+        tiny::write(folder.path(), SINGLE_FILE, raw(&header, 16))
+    };
+    for (a, b) in [([0, 8], [0, 8]), ([0, 16], [4, 8]), ([8, 16], [0, 12])] {
+        let path = two(a, b);
+        let error = open(folder.path()).unwrap_err();
+        assert_blames(&error, &path);
+        assert!(error.to_string().contains("overlap"), "{error}");
+    }
+    for (a, b) in [([0, 8], [8, 16]), ([4, 4], [0, 16]), ([0, 0], [0, 4])] {
+        two(a, b);
+        open(folder.path()).unwrap();
+    }
     // A shape that its bytes do not fill is found when the tensor is read.
     for (shape, model) in [
         (json!([3]), vec![3]),

@@ -294,6 +294,49 @@ fn numbers_that_do_not_fit_are_refused() {
     }
 }
 
+/// Before every layer gets a copy of the lists.
+#[test]
+fn long_rope_lists_of_another_length_are_refused() {
+    let mut config = with(smollm(), "num_hidden_layers", json!(10_000));
+    for (short, long, named) in [
+        (100_000, 32, ["short_factor", "100000"]),
+        (32, 31, ["long_factor", "31"]),
+    ] {
+        config["rope_scaling"] = json!({
+            "type": "longrope", "short_factor": vec![1.0; short], "long_factor": vec![1.0; long],
+        });
+        assert_refused(spec_from_hf(&config, PLACE), "InvalidArgument", &named);
+    }
+}
+
+#[test]
+fn long_values_do_not_bury_the_message() {
+    let long = json!(vec![1; 1_000_000]);
+    let gguf = || Gguf::Array(vec![Gguf::U8(1); 1_000_000]);
+    for result in [
+        spec_from_hf(&with(smollm(), "hidden_size", long.clone()), PLACE),
+        spec_from_hf(&with(smollm(), "alien", long), PLACE),
+        spec_from_hf(
+            &with(smollm(), "model_type", json!("x".repeat(1_000_000))),
+            PLACE,
+        ),
+        gguf_with("llama.context_length", gguf()),
+        gguf_with("llama.alien", gguf()),
+    ] {
+        let message = result.unwrap_err().to_string();
+        assert!(message.len() < 1000, "{} bytes", message.len());
+    }
+}
+
+#[test]
+fn the_limit_of_an_old_llama_is_a_note() {
+    let config = with(smollm(), "max_sequence_length", json!(2048));
+    assert_eq!(
+        spec_from_hf(&config, PLACE).unwrap(),
+        spec_from_hf(&smollm(), PLACE).unwrap()
+    );
+}
+
 #[test]
 fn the_largest_number_of_layers_is_still_accepted() {
     let config = with(smollm(), "num_hidden_layers", json!(10_000));

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{DType, Device, Tensor};
+use candle_paged_attn::Error;
 use candle_paged_attn::models::{Linear, LinearWeight};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
@@ -130,6 +131,20 @@ fn equals_f64_with_a_bias() {
 
 /// Dense 16-bit weights, and GGML weights with 16-bit rows: the result has the dtype of x and
 /// is as good as it allows.
+#[test]
+fn a_bias_of_another_shape_is_refused() {
+    for shape in [&[1][..], &[5], &[1, 4], &[]] {
+        let bias = Tensor::ones(shape, DType::F32, &Device::Cpu).unwrap();
+        let weight = LinearWeight::Dense(random(1, 4, 8));
+        let error = Linear::new(weight, Some(bias), DType::F32, &Device::Cpu).unwrap_err();
+        assert!(
+            matches!(&error, Error::Shape { tensor, expected, got, .. }
+                if tensor == "bias" && expected == "[4]" && got == shape),
+            "{error}"
+        );
+    }
+}
+
 #[test]
 fn sixteen_bit_rows_keep_their_dtype() {
     let weight = random(6, 24, 64);

@@ -44,13 +44,45 @@ pub struct ChatTemplate {
 const NAME: &str = "chat_template";
 /// Bytes of a template: the longest in use have some 20,000.
 const MAX_SOURCE: usize = 1 << 16;
-/// Address space for the parser's stack, enough for [`MAX_SOURCE`] nested operators.
-const PARSER_STACK: usize = 256 << 20;
+/// Address space for a stack that is enough for [`MAX_SOURCE`] nested operators, and for the
+/// deepest list that [`FUEL`] builds (some 600,000 lists) in an optimised build.
+const STACK: usize = 256 << 20;
 /// Instructions of one rendering: far more than a long conversation takes, and an endless
 /// loop ends after a moment.
-const FUEL: u64 = 10_000_000;
+const FUEL: u64 = 1_000_000;
 
-fn compile(source: String) -> Result<Environment<'static>> {
+/// Does work that calls itself as often as a template says: the parser for each operator in a
+/// row, a rendering for each list in a list, be it only to drop them.
+fn with_room<T: Send>(work: impl FnOnce() -> Result<T> + Send) -> Result<T> {
+    std::thread::scope(|scope| {
+        std::thread::Builder::new()
+            .stack_size(STACK)
+            .spawn_scoped(scope, work)
+            .map_err(|e| Error::Template(format!("cannot start a thread: {e}")))?
+            .join()
+            .map_err(|_| Error::Template("`minijinja` panicked".into()))?
+    })
+}
+
+/// The template with blocks in the place of `{% generation %}`, by which transformers finds
+/// the text to train on. The tags keep their marks for white space.
+fn with_plain_blocks(source: &str) -> String {
+    let mut parts = source.split("{%");
+    let mut plain = parts.next().unwrap_or_default().to_string();
+    for part in parts {
+        plain.push_str("{%");
+        let tag = part.split_once("%}").map_or("", |(tag, _)| tag);
+        let marks = |c: char| c.is_whitespace() || matches!(c, '-' | '+');
+        plain.push_str(&match tag.trim_matches(marks) {
+            "generation" => part.replacen("generation", "if true", 1),
+            "endgeneration" => part.replacen("endgeneration", "endif", 1),
+            _ => part.to_string(),
+        });
+    }
+    plain
+}
+
+fn compile(source: &str) -> Result<Environment<'static>> {
     let mut environment = Environment::new();
     let syntax = SyntaxConfig::builder()
         .trim_blocks(true)
@@ -63,7 +95,7 @@ fn compile(source: String) -> Result<Environment<'static>> {
     environment.add_function("strftime_now", python::strftime_now);
     environment.add_filter("tojson", python::tojson);
     environment
-        .add_template_owned(NAME, source)
+        .add_template_owned(NAME, with_plain_blocks(source))
         .map_err(template_error)?;
     Ok(environment)
 }
@@ -82,16 +114,8 @@ impl ChatTemplate {
                 "expected at most {MAX_SOURCE} bytes, got {got}"
             )));
         }
-        let owned = source.to_string();
-        // The parser calls itself for each operator in a row; a template may be nothing else.
-        let environment = std::thread::Builder::new()
-            .stack_size(PARSER_STACK)
-            .spawn(move || compile(owned))
-            .map_err(|e| Error::Template(format!("cannot start the parser: {e}")))?
-            .join()
-            .map_err(|_| Error::Template("the parser panicked".into()))??;
         Ok(Self {
-            environment,
+            environment: with_room(|| compile(source))?,
             source: source.into(),
             bos_token: bos_token.into(),
             eos_token: eos_token.into(),
@@ -110,10 +134,14 @@ impl ChatTemplate {
         let path = folder.join("tokenizer_config.json");
         let config: Value = json::read_if_there(&path)?.unwrap_or_default();
         let file = folder.join("chat_template.jinja");
-        let source = if file.exists() {
-            Some(json::read_text(&file)?)
+        let (place, source) = if file.exists() {
+            let source = json::read_text(&file)?;
+            (file, Some(source))
         } else {
-            configured(&config).map_err(|what| Error::Format { path, what })?
+            match configured(&config) {
+                Ok(source) => (path, source),
+                Err(what) => return Err(Error::Format { path, what }),
+            }
         };
         // A token is its text, or an object with the text as `content`.
         let token = |key: &str| {
@@ -129,6 +157,7 @@ impl ChatTemplate {
                 )
             })
             .transpose()
+            .map_err(|error| placed(error, &place.display().to_string()))
     }
 
     /// The `tokenizer.chat_template` of a GGUF file, `None` if it has none.
@@ -150,7 +179,9 @@ impl ChatTemplate {
                 _ => Err(file.bad(format!("{name} token {id} is not in tokenizer.ggml.tokens"))),
             }
         };
-        Self::new(source, token("bos")?, token("eos")?).map(Some)
+        Self::new(source, token("bos")?, token("eos")?)
+            .map(Some)
+            .map_err(|error| placed(error, &file.place()))
     }
 
     /// The text of a conversation; with `add_generation_prompt` it ends where the model's
@@ -161,20 +192,23 @@ impl ChatTemplate {
     /// [`Error::Template`] if the template raises an exception (many refuse roles out of
     /// order), uses what is not there, or does not come to an end.
     pub fn render(&self, messages: &[Message], add_generation_prompt: bool) -> Result<String> {
-        self.environment
-            .get_template(NAME)
-            .and_then(|template| {
-                template.render(context! {
-                    messages => Serde(messages),
-                    add_generation_prompt,
-                    bos_token => &self.bos_token,
-                    eos_token => &self.eos_token,
-                    // Templates ask `tools is not none`, which an undefined value would pass.
-                    tools => (),
-                    documents => (),
+        with_room(|| {
+            self.environment
+                .get_template(NAME)
+                .and_then(|template| {
+                    template.render(context! {
+                        messages => Serde(messages),
+                        add_generation_prompt,
+                        bos_token => &self.bos_token,
+                        eos_token => &self.eos_token,
+                        // Templates ask `tools is not none`, which an undefined value would
+                        // pass.
+                        tools => (),
+                        documents => (),
+                    })
                 })
-            })
-            .map_err(template_error)
+                .map_err(template_error)
+        })
     }
 
     /// The template text.
@@ -197,6 +231,14 @@ fn configured(config: &Value) -> std::result::Result<Option<String>, String> {
         .and_then(|entry| entry.get("template")?.as_str())
         .map(|source| Some(source.into()))
         .ok_or_else(|| "chat_template: the list has none named `default`".into())
+}
+
+/// The error of a template with the file that it is in.
+fn placed(error: Error, place: &str) -> Error {
+    match error {
+        Error::Template(what) => Error::Template(format!("{what} in {place}")),
+        other => other,
+    }
 }
 
 /// The whole chain of causes: the message of an exception lies below the place.

@@ -30,7 +30,7 @@ pub(super) fn strftime_now(format: String) -> Result<String, Error> {
 pub(super) fn tojson(value: Value, options: Kwargs) -> Result<String, Error> {
     let indent: Option<usize> = options.get("indent")?;
     let bad = |e: serde_json::Error| Error::new(ErrorKind::BadSerialization, e.to_string());
-    let mut out = Vec::new();
+    let mut out = Limited(Vec::new());
     match indent {
         None => value.serialize(&mut Serializer::with_formatter(&mut out, Spaced)),
         Some(n) => {
@@ -40,7 +40,28 @@ pub(super) fn tojson(value: Value, options: Kwargs) -> Result<String, Error> {
         }
     }
     .map_err(bad)?;
-    String::from_utf8(out).map_err(|e| Error::new(ErrorKind::BadSerialization, e.to_string()))
+    String::from_utf8(out.0).map_err(|e| Error::new(ErrorKind::BadSerialization, e.to_string()))
+}
+
+/// Bytes of JSON of one value: a list that holds a list twice, and that another twice, is
+/// short to build and long to write.
+const MAX_JSON: usize = 16 << 20;
+
+/// Takes at most [`MAX_JSON`] bytes.
+struct Limited(Vec<u8>);
+
+impl io::Write for Limited {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        if self.0.len() + bytes.len() > MAX_JSON {
+            return Err(io::Error::other(format!("more than {MAX_JSON} bytes")));
+        }
+        self.0.extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
 }
 
 /// Python's separators: a space after each comma and colon.

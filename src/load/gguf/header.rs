@@ -4,6 +4,7 @@ use std::{collections::HashMap, path::Path};
 
 use candle_core::quantized::{GgmlDType, gguf_file::Value};
 
+use super::super::overlap;
 use super::{TensorInfo, integer};
 use crate::error::{Error, Result};
 
@@ -67,13 +68,20 @@ pub(super) fn parse(bytes: &[u8], path: &Path) -> Result<Header> {
         }
     }
     let data_start = (reader.at as u64).next_multiple_of(alignment);
-    let tensors = listed
+    let tensors: HashMap<String, TensorInfo> = listed
         .into_iter()
         .map(|(name, entry)| {
             let info = reader.place(&name, entry, data_start, alignment)?;
             Ok((name, info))
         })
         .collect::<Result<_>>()?;
+    // No sum can overflow: the tensors lie within the file.
+    let places = tensors
+        .iter()
+        .map(|(name, info)| (name.as_str(), info.start..info.start + info.len));
+    if let Some(overlap) = overlap(places) {
+        return Err(reader.bad(&overlap));
+    }
     Ok((metadata, tensors))
 }
 

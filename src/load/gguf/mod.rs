@@ -18,7 +18,7 @@ use candle_core::{
 };
 
 use super::{missing_tensor, mmap::Mapped};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, cut};
 
 /// An open GGUF file whose header has been read and checked: every tensor it lists lies within
 /// the file, is aligned, and has as many bytes as its shape and type need.
@@ -226,8 +226,7 @@ impl GgufFile {
     }
 
     fn wrong_type(&self, key: &str, expected: &str, got: &Value) -> Error {
-        // A long value would bury the message.
-        let got: String = format!("{got:?}").chars().take(60).collect();
+        let got = cut(format_args!("{got:?}"));
         self.bad(format!("metadata `{key}`: expected {expected}, got {got}"))
     }
 }

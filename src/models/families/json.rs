@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::collections::BTreeSet;
 
 use super::wrong_type;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, cut};
 
 /// A `config.json` or an object inside it. `null` counts as absent.
 ///
@@ -56,6 +56,7 @@ const HF_WITHOUT_EFFECT: &[&str] = &[
     "length_penalty",
     "max_length",
     "max_new_tokens",
+    "max_sequence_length",
     "min_length",
     "model_type",
     "no_repeat_ngram_size",
@@ -162,7 +163,7 @@ impl<'a> Json<'a> {
             if !(fits || field.starts_with('_') || seen.contains(field)) {
                 return Err(Error::Unsupported {
                     what: "model field",
-                    got: format!("{field} = {value} in {}", self.place),
+                    got: format!("{} = {} in {}", cut(field), cut(value), self.place),
                     supported: "the fields of this family; remove one that has no effect".into(),
                 });
             }

@@ -6,7 +6,7 @@ use std::collections::{BTreeSet, HashMap};
 use candle_core::quantized::gguf_file::Value;
 
 use super::wrong_type;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, cut};
 
 /// The metadata of a GGUF file. Writers differ in the width of their numbers, so any width
 /// is read. Fields are named without the architecture, but for those of [`SHARED`].
@@ -97,7 +97,12 @@ impl<'a> Gguf<'a> {
             if !(fits || seen.contains(name)) {
                 return Err(Error::Unsupported {
                     what: "model field",
-                    got: format!("{name} = {value:?} in {}", self.place),
+                    got: format!(
+                        "{} = {} in {}",
+                        cut(name),
+                        cut(format_args!("{value:?}")),
+                        self.place
+                    ),
                     supported: "the fields of this family".into(),
                 });
             }

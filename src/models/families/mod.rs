@@ -18,7 +18,7 @@ use std::collections::HashMap;
 use candle_core::quantized::gguf_file;
 
 use super::spec::{ModelSpec, Presence};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, cut};
 use json::Json;
 use metadata::Gguf;
 
@@ -117,7 +117,7 @@ fn settled(mut spec: ModelSpec, family: &'static str, place: &str) -> Result<Mod
 
 fn unknown_architecture<'a>(got: &str, supported: impl Iterator<Item = &'a str>) -> Error {
     let supported = supported.collect::<Vec<_>>().join(", ");
-    unsupported("architecture", got.to_string(), &supported)
+    unsupported("architecture", cut(got), &supported)
 }
 
 fn unsupported(what: &'static str, got: String, supported: &str) -> Error {
@@ -133,7 +133,7 @@ fn wrong_type(place: &str, field: &str, expected: &str, got: impl std::fmt::Debu
         op: OP,
         what: format!("{field} in {place}"),
         expected: expected.into(),
-        got: format!("{got:?}"),
+        got: cut(format_args!("{got:?}")),
     }
 }
 

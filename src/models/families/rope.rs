@@ -3,8 +3,8 @@
 use super::super::rope_spec::{LongRopeDivisors, RopePairs, RopeScaling, RopeSpec};
 use super::json::Json;
 use super::metadata::Gguf;
-use super::unsupported;
-use crate::error::Result;
+use super::{OP, unsupported};
+use crate::error::{Error, Result, cut};
 
 /// Rope base where a GGUF file names none.
 const DEFAULT_BASE: f64 = 10_000.0;
@@ -109,7 +109,7 @@ pub(super) fn from_parameters(
             original_context: original,
         },
         "yarn" => yarn(json, factor()?, original)?,
-        "longrope" | "su" => long_rope(json, head, original)?,
+        "longrope" | "su" => long_rope(json, head, original, turned_dim(head.dim, turned) / 2)?,
         "proportional" => {
             let part = turned.take().unwrap_or(1.0);
             RopeScaling::Proportional {
@@ -120,7 +120,7 @@ pub(super) fn from_parameters(
         other => {
             return Err(unsupported(
                 "rope scaling",
-                other.to_string(),
+                cut(other),
                 "default, linear, dynamic, llama3, yarn, longrope, proportional",
             ));
         }
@@ -130,13 +130,17 @@ pub(super) fn from_parameters(
 }
 
 fn spec(dim: usize, base: f64, turned: Option<f64>, scaling: RopeScaling) -> RopeSpec {
-    let turned = (turned.unwrap_or(1.0) * dim as f64) as usize;
     RopeSpec {
-        dim: turned,
+        dim: turned_dim(dim, turned),
         base,
         pairs: RopePairs::Halves,
         scaling,
     }
+}
+
+/// Elements of a head of `dim` that are turned.
+fn turned_dim(dim: usize, turned: Option<f64>) -> usize {
+    (turned.unwrap_or(1.0) * dim as f64) as usize
 }
 
 fn yarn(json: &Json<'_>, factor: f64, original_context: usize) -> Result<RopeScaling> {
@@ -167,10 +171,26 @@ fn yarn_mscale(factor: f64, weight: f64) -> f64 {
     0.1 * weight * factor.ln() + 1.0
 }
 
-fn long_rope(json: &Json<'_>, head: Head, original_context: usize) -> Result<RopeScaling> {
+fn long_rope(
+    json: &Json<'_>,
+    head: Head,
+    original_context: usize,
+    pairs: usize,
+) -> Result<RopeScaling> {
     let list = |field: &str| {
-        json.list(field, "an array of numbers", serde_json::Value::as_f64)?
-            .ok_or_else(|| json.missing(field))
+        let list: Vec<f64> = json
+            .list(field, "an array of numbers", serde_json::Value::as_f64)?
+            .ok_or_else(|| json.missing(field))?;
+        // Before each layer gets a copy.
+        if list.len() != pairs {
+            return Err(Error::InvalidArgument {
+                op: OP,
+                what: format!("{field} in {}", json.place()),
+                expected: format!("{pairs} numbers, one for each of the turned pairs"),
+                got: list.len().to_string(),
+            });
+        }
+        Ok(list)
     };
     let ratio = match json.optional_number("factor")? {
         Some(factor) => factor,
@@ -225,7 +245,7 @@ pub(super) fn from_gguf(
         Some(other) => {
             return Err(unsupported(
                 "rope scaling",
-                other.to_string(),
+                cut(other),
                 "none, linear, yarn",
             ));
         }

@@ -76,9 +76,38 @@ impl<'a, T> Context<'a, T> {
     /// The row of a token, all heads. The token lies in a listed page.
     #[inline(always)]
     pub(super) fn row(&self, token: usize) -> &'a [T] {
-        let block = self.pages[(token >> self.shift) - self.first_page] as usize;
-        let at = self.rows.offset(block, token & self.mask);
+        let at = self.offset(token);
         &self.data[at..at + self.rows.row]
+    }
+
+    /// Points at the rows of the tokens from `first` on, all before `end`, which lie in listed
+    /// pages. Behind the last of them its row stands in.
+    #[inline(always)]
+    pub(super) fn point(&self, first: usize, end: usize, rows: &mut [*const T]) {
+        let row = self.rows.row;
+        let len = rows.len().min(end - first);
+        let (there, behind) = rows.split_at_mut(len);
+        let mut token = first;
+        let mut last = std::ptr::null();
+        // A block's rows are contiguous: one look into the table for all of them.
+        while token < first + len {
+            let n = (self.mask + 1 - (token & self.mask)).min(first + len - token);
+            let at = self.offset(token);
+            let mut start = self.data[at..at + n * row].as_ptr();
+            for place in &mut there[token - first..][..n] {
+                (*place, last) = (start, start);
+                start = start.wrapping_add(row);
+            }
+            token += n;
+        }
+        behind.fill(last);
+    }
+
+    /// First element of a token's row.
+    #[inline(always)]
+    fn offset(&self, token: usize) -> usize {
+        let block = self.pages[(token >> self.shift) - self.first_page] as usize;
+        self.rows.offset(block, token & self.mask)
     }
 }
 
@@ -98,6 +127,20 @@ mod tests {
         assert_eq!(rows(16_384)?.offset(131_072, 0), 2_147_483_648);
         assert_eq!(rows(1_039_680)?.offset(2_066, 0), 2_147_978_880);
         assert_eq!(rows(16_384)?.slot_offset(131_072 * 16 + 3), 2_147_486_720);
+        Ok(())
+    }
+
+    #[test]
+    fn rows_across_blocks_are_those_of_their_tokens() -> Result<()> {
+        let data: Vec<usize> = (0..6 * 4 * 3).collect();
+        let rows = Rows::of(&Layout::contiguous((6, 4, 3, 1)))?;
+        let pages = [5, 0, 3];
+        // The first page is the second of the sequence: its token 0 is number 4.
+        let context = Context::new(&data, rows, &pages, 1);
+        let mut pointers = [std::ptr::null(); 8];
+        context.point(6, 12, &mut pointers);
+        let want = [22, 23, 0, 1, 2, 3, 3, 3].map(|row: usize| &raw const data[row * 3]);
+        assert_eq!(pointers, want);
         Ok(())
     }
 }

@@ -4,13 +4,12 @@
 //! once, for every query head of a group. Tokens go by in tiles of 16: products with K for all
 //! heads, one softmax step, then V.
 
-use super::ahead::{Ahead, Rows, TILE};
+use super::ahead::{Ahead, TILE};
 use super::attention::{Call, with_scratch};
-use super::cache::Context;
 use super::element::Element;
 use super::lanes::Lanes;
 use super::plan::SeqPlan;
-use super::products::{TOKENS, dots, from_load_order, to_load_order, weigh};
+use super::products::{Head, TOKENS, blocks, dots, from_load_order, to_load_order, weigh};
 use super::simd::{Simd, Task};
 
 /// Bytes of V that a product with it goes through at once: the rows under way should fit the
@@ -77,21 +76,25 @@ impl<T: Element> Stream<'_, T> {
 
     /// Scores of a tile, not yet capped or masked.
     #[inline(always)]
-    fn multiply_keys<S: Simd>(&mut self, simd: S, n: usize, k: &Rows<T>, ahead: &mut Ahead<T>) {
+    fn multiply_keys<S: Simd>(&mut self, simd: S, n: usize, k: &[*const T], ahead: &mut Ahead<T>) {
         let (dim, kv_heads) = (self.call.k_dim, self.call.kv_heads);
         let per_head = self.lanes.len() / kv_heads;
         let width = Lanes::width(self.lanes.len());
         for token in (0..n).step_by(TOKENS) {
             for head in 0..kv_heads {
                 let lane = head * per_head;
-                let rows = of_head::<T, TOKENS>(&k.start[token..], head, dim);
+                let k = Head {
+                    rows: &k[token..],
+                    later: ahead.later(token),
+                    offset: head * dim,
+                };
                 // SAFETY: every row of the context has `kv_heads * dim` elements.
                 unsafe {
                     dots(
                         simd,
                         &self.q[lane * dim..][..per_head * dim],
                         dim,
-                        rows,
+                        k,
                         ahead,
                         &mut self.scores[token * width + lane..],
                         width,
@@ -103,16 +106,20 @@ impl<T: Element> Stream<'_, T> {
 
     /// Adds a tile of V, weighted.
     #[inline(always)]
-    fn multiply_values<S: Simd>(&mut self, simd: S, n: usize, v: &Rows<T>, ahead: &mut Ahead<T>) {
+    fn multiply_values<S: Simd>(&mut self, simd: S, v: &[*const T], ahead: &mut Ahead<T>) {
         let (dim, kv_heads) = (self.call.v_dim, self.call.kv_heads);
         let per_head = self.lanes.len() / kv_heads;
         let width = Lanes::width(self.lanes.len());
-        let step = (VALUES / (v.len * size_of::<T>())).clamp(TILE / 4, TILE);
-        for token in (0..n).step_by(step) {
-            let group = &v.start[token..n.min(token + step)];
+        let step = (VALUES / (kv_heads * dim * size_of::<T>())).clamp(TILE / 4, TILE);
+        for token in (0..v.len()).step_by(step) {
+            let rows = &v[token..v.len().min(token + step)];
             for head in 0..kv_heads {
                 let lane = head * per_head;
-                let rows = of_head::<T, TILE>(group, head, dim);
+                let v = Head {
+                    rows,
+                    later: ahead.later(token),
+                    offset: head * dim,
+                };
                 // SAFETY: every row of the context has `kv_heads * dim` elements.
                 unsafe {
                     weigh(
@@ -121,7 +128,7 @@ impl<T: Element> Stream<'_, T> {
                         dim,
                         &self.lanes.shrink[lane..],
                         (&self.scores[token * width + lane..], width),
-                        &rows[..group.len()],
+                        v,
                         ahead,
                     );
                 }
@@ -138,48 +145,30 @@ impl<T: Element> Task for Stream<'_, T> {
         self.start::<S>();
         let (k, v) = self.call.context(self.plan);
         let keys = self.plan.chunk_keys(self.chunk);
-        let width = Lanes::width(self.lanes.len());
-        let (k_len, v_len) = (
-            self.call.kv_heads * self.call.k_dim,
-            self.call.kv_heads * self.call.v_dim,
-        );
-        let mut tile = rows_of(&k, k_len, keys.start, keys.end);
+        let lanes = self.lanes.len();
+        let width = Lanes::width(lanes);
+        let blocks = blocks(lanes / self.call.kv_heads);
+        let [k_len, v_len] = [self.call.k_dim, self.call.v_dim].map(|dim| dim * self.call.kv_heads);
+        // K of a tile, its V, K of the next. Behind the last token its row stands in, so that the
+        // products need no special case; scores of such rows are not looked at.
+        let mut rows = [std::ptr::null(); 3 * TILE];
+        k.point(keys.start, keys.end, &mut rows[..TILE]);
         for first in keys.clone().step_by(TILE) {
             let n = TILE.min(keys.end - first);
-            let values = rows_of(&v, v_len, first, keys.end);
-            let mut ahead = Ahead::new(&tile, &values);
-            self.multiply_keys(simd, n, &tile, &mut ahead);
+            v.point(first, keys.end, &mut rows[TILE..2 * TILE]);
+            let mut ahead = Ahead::new(&rows[..2 * TILE], [k_len, v_len], blocks);
+            self.multiply_keys(simd, n, &rows[..TILE], &mut ahead);
             let scores = &mut self.scores[..n * width];
             self.lanes
                 .finish_scores(scores, first, self.plan, self.call.options);
             self.lanes.absorb(simd, scores);
             // Behind the last tile this is its last row again: asking for it costs nothing.
             let next = (first + TILE).min(keys.end - 1);
-            tile = rows_of(&k, k_len, next, keys.end);
-            let mut ahead = Ahead::new(&values, &tile);
-            self.multiply_values(simd, n, &values, &mut ahead);
+            k.point(next, keys.end, &mut rows[2 * TILE..]);
+            let mut ahead = Ahead::new(&rows[TILE..], [v_len, k_len], blocks);
+            self.multiply_values(simd, &rows[TILE..][..n], &mut ahead);
+            rows.copy_within(2 * TILE.., 0);
         }
         self.emit::<S>();
     }
-}
-
-/// The rows of a tile from `first` on. Behind the end the last row stands in, so that the
-/// products need no special case; their scores are not looked at.
-#[inline(always)]
-fn rows_of<T>(context: &Context<'_, T>, len: usize, first: usize, end: usize) -> Rows<T> {
-    let mut start = [context.row(first).as_ptr(); TILE];
-    for (i, row) in start.iter_mut().enumerate().skip(1) {
-        *row = context.row((first + i).min(end - 1)).as_ptr();
-    }
-    Rows { start, len }
-}
-
-/// One head of `N` rows.
-#[inline(always)]
-fn of_head<T, const N: usize>(rows: &[*const T], head: usize, dim: usize) -> [*const T; N] {
-    let mut part = [rows[0]; N];
-    for (part, row) in part.iter_mut().zip(rows) {
-        *part = row.wrapping_add(head * dim);
-    }
-    part
 }

@@ -5,7 +5,7 @@
 // Index loops over small constant ranges: they unroll, and the arrays stay in registers.
 #![expect(clippy::needless_range_loop)]
 
-use super::ahead::{Ahead, LINE};
+use super::ahead::Ahead;
 use super::element::Element;
 use super::simd::{MAX_LANES, Simd};
 
@@ -48,15 +48,63 @@ pub(super) fn from_load_order<S: Simd, T: Element>(vector: &mut [f32]) {
     }
 }
 
-/// Calls `$f::<S, T, H>` with as many query vectors as a register block takes, up to 4.
+/// One head of some rows.
+pub(super) struct Head<'a, T> {
+    pub rows: &'a [*const T],
+    /// At least as many rows, to be asked for while those are used.
+    pub later: &'a [*const T],
+    /// Its first element in a row.
+    pub offset: usize,
+}
+
+// Not derived: that would ask for `T: Copy`.
+impl<T> Clone for Head<'_, T> {
+    #[inline(always)]
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T> Copy for Head<'_, T> {}
+
+impl<T> Head<'_, T> {
+    /// Of the register blocks that go through the same rows the first asks for later ones.
+    #[inline(always)]
+    fn of_block(self, block: usize) -> Self {
+        let later = if block == 0 { self.later } else { self.rows };
+        Self { later, ..self }
+    }
+
+    /// Start of the head in a row, and in the one that is asked for meanwhile.
+    ///
+    /// # Safety
+    /// There is a row `i`, and a later one.
+    #[inline(always)]
+    unsafe fn row(&self, i: usize) -> (*const T, *const T) {
+        // SAFETY: the caller's promise.
+        let (row, later) = unsafe { (self.rows.get_unchecked(i), self.later.get_unchecked(i)) };
+        (
+            row.wrapping_add(self.offset),
+            later.wrapping_add(self.offset),
+        )
+    }
+}
+
+/// Register blocks that `vectors` query vectors make.
+pub(super) fn blocks(vectors: usize) -> usize {
+    vectors.div_ceil(VECTORS)
+}
+
+/// Calls `$f::<S, T, H>` for blocks of as many query vectors as a register block takes, the
+/// last one smaller.
 macro_rules! blocks_of_vectors {
     ($n:expr, $i:ident, $f:ident ( $($arg:expr),* $(,)? )) => {
-        while $i < $n {
+        for $i in (0..$n).step_by(VECTORS) {
             match $n - $i {
-                1 => { $f::<S, T, 1>($($arg),*); $i += 1; }
-                2 => { $f::<S, T, 2>($($arg),*); $i += 2; }
-                3 => { $f::<S, T, 3>($($arg),*); $i += 3; }
-                _ => { $f::<S, T, 4>($($arg),*); $i += 4; }
+                1 => $f::<S, T, 1>($($arg),*),
+                2 => $f::<S, T, 2>($($arg),*),
+                3 => $f::<S, T, 3>($($arg),*),
+                _ => $f::<S, T, 4>($($arg),*),
             }
         }
     };
@@ -65,22 +113,21 @@ macro_rules! blocks_of_vectors {
 /// `out[j * stride + i] = q[i] · k[j]` for all query vectors `[n, dim]`, in load order.
 ///
 /// # Safety
-/// Each of `k` points at `dim` elements.
+/// Each of the rows of `k` has `dim` elements from its offset on.
 #[inline(always)]
 pub(super) unsafe fn dots<S: Simd, T: Element>(
     simd: S,
     q: &[f32],
     dim: usize,
-    k: [*const T; TOKENS],
-    ahead: &mut Ahead<T>,
+    k: Head<'_, T>,
+    ahead: &mut Ahead<'_, T>,
     out: &mut [f32],
     stride: usize,
 ) {
     let n = q.len() / dim;
     assert!(q.len() == n * dim && out.len() >= (TOKENS - 1) * stride + n);
+    assert!(k.rows.len() >= TOKENS && k.later.len() >= TOKENS);
     let (q, out) = (q.as_ptr(), out.as_mut_ptr());
-    let blocks = n.div_ceil(VECTORS);
-    let mut i = 0;
     // SAFETY: the caller's promise; q holds vectors up to n, and `out` all of their products.
     unsafe {
         blocks_of_vectors!(
@@ -90,8 +137,8 @@ pub(super) unsafe fn dots<S: Simd, T: Element>(
                 simd,
                 q.add(i * dim),
                 dim,
-                k,
-                (&mut *ahead, blocks),
+                k.of_block(i),
+                &mut *ahead,
                 out.add(i),
                 stride
             )
@@ -100,34 +147,28 @@ pub(super) unsafe fn dots<S: Simd, T: Element>(
 }
 
 /// # Safety
-/// `q` points at `H * dim` elements, each of `k` at `dim`, and `out` at rows of `H` places
-/// `stride` apart, one for each token.
+/// `q` points at `H * dim` elements, `k` has [`TOKENS`] rows, each with `dim` elements from its
+/// offset on, and `out` points at rows of `H` places `stride` apart, one for each token.
 #[inline(always)]
 unsafe fn dot_block<S: Simd, T: Element, const H: usize>(
     simd: S,
     q: *const f32,
     dim: usize,
-    k: [*const T; TOKENS],
-    (ahead, blocks): (&mut Ahead<T>, usize),
+    k: Head<'_, T>,
+    ahead: &mut Ahead<'_, T>,
     out: *mut f32,
     stride: usize,
 ) {
-    let [k0, k1, k2, k3] = k;
+    const { assert!(TOKENS == 4) };
     // SAFETY: the caller's promise.
     unsafe {
+        let [k0, k1, k2, k3] = [k.row(0), k.row(1), k.row(2), k.row(3)];
         if S::MANY_REGISTERS {
-            dot_tokens::<S, T, H, TOKENS>(simd, q, dim, k, (ahead, blocks), out, stride);
+            dot_tokens::<S, T, H, 4>(simd, q, dim, [k0, k1, k2, k3], ahead, out, stride);
         } else {
-            dot_tokens::<S, T, H, 2>(simd, q, dim, [k0, k1], (ahead, blocks), out, stride);
-            dot_tokens::<S, T, H, 2>(
-                simd,
-                q,
-                dim,
-                [k2, k3],
-                (ahead, blocks),
-                out.add(2 * stride),
-                stride,
-            );
+            dot_tokens::<S, T, H, 2>(simd, q, dim, [k0, k1], ahead, out, stride);
+            let out = out.add(2 * stride);
+            dot_tokens::<S, T, H, 2>(simd, q, dim, [k2, k3], ahead, out, stride);
         }
     }
 }
@@ -135,26 +176,25 @@ unsafe fn dot_block<S: Simd, T: Element, const H: usize>(
 /// `H * N` sums in registers.
 ///
 /// # Safety
-/// That of [`dot_block`], for `N` tokens.
+/// That of [`dot_block`], for `N` tokens: the first of each pair points at `dim` elements.
 #[inline(always)]
 unsafe fn dot_tokens<S: Simd, T: Element, const H: usize, const N: usize>(
     simd: S,
     q: *const f32,
     dim: usize,
-    k: [*const T; N],
-    (ahead, blocks): (&mut Ahead<T>, usize),
+    rows: [(*const T, *const T); N],
+    ahead: &mut Ahead<'_, T>,
     out: *mut f32,
     stride: usize,
 ) {
     let mut sums = [[simd.splat(0.0); VECTORS]; VECTORS];
+    let (k, later) = (rows.map(|row| row.0), rows.map(|row| row.1));
     let pair = 2 * S::LANES;
-    // Every line of K once, spread over the blocks that read it.
-    let lines = (N * pair * size_of::<T>()).div_ceil(LINE * blocks);
     let mut at = 0;
     // SAFETY: all elements below are before `dim`.
     unsafe {
         while at + pair <= dim {
-            ahead.fetch(simd, lines);
+            ahead.fetch(simd, later, at, pair);
             let mut part = [[simd.splat(0.0); 2]; N];
             for n in 0..N {
                 part[n] = T::load_pair(simd, k[n].add(at));
@@ -170,7 +210,7 @@ unsafe fn dot_tokens<S: Simd, T: Element, const H: usize, const N: usize>(
             at += pair;
         }
         if at + S::LANES <= dim {
-            ahead.fetch(simd, lines.div_ceil(2));
+            ahead.fetch(simd, later, at, S::LANES);
             for n in 0..N {
                 let part = T::load(simd, k[n].add(at));
                 for h in 0..H {
@@ -181,14 +221,20 @@ unsafe fn dot_tokens<S: Simd, T: Element, const H: usize, const N: usize>(
         }
     }
     let mut totals = simd.sum4x4(sums);
-    for (n, totals) in totals.iter_mut().enumerate().take(N) {
-        for (h, total) in totals.iter_mut().enumerate().take(H) {
-            for at in at..dim {
-                // SAFETY: `at < dim`.
-                *total += unsafe { *q.add(h * dim + at) * (*k[n].add(at)).to_f32() };
+    if at < dim {
+        for (k, totals) in k.iter().zip(&mut totals) {
+            for (h, total) in totals.iter_mut().enumerate().take(H) {
+                for at in at..dim {
+                    // SAFETY: `at < dim`.
+                    *total += unsafe { *q.add(h * dim + at) * (*k.add(at)).to_f32() };
+                }
             }
+        }
+    }
+    for n in 0..N {
+        for h in 0..H {
             // SAFETY: the caller's promise.
-            unsafe { *out.add(n * stride + h) = *total };
+            unsafe { *out.add(n * stride + h) = totals[n][h] };
         }
     }
 }
@@ -197,7 +243,7 @@ unsafe fn dot_tokens<S: Simd, T: Element, const H: usize, const N: usize>(
 /// `sums` is `[n, dim]`, in load order.
 ///
 /// # Safety
-/// Each of `v` points at `dim` elements.
+/// Each of the rows of `v` has `dim` elements from its offset on.
 #[inline(always)]
 pub(super) unsafe fn weigh<S: Simd, T: Element>(
     simd: S,
@@ -205,16 +251,15 @@ pub(super) unsafe fn weigh<S: Simd, T: Element>(
     dim: usize,
     shrink: &[f32],
     (weights, stride): (&[f32], usize),
-    v: &[*const T],
-    ahead: &mut Ahead<T>,
+    v: Head<'_, T>,
+    ahead: &mut Ahead<'_, T>,
 ) {
     let n = sums.len() / dim;
     assert!(sums.len() == n * dim && shrink.len() >= n);
-    assert!(!v.is_empty() && weights.len() >= (v.len() - 1) * stride + n);
+    assert!(!v.rows.is_empty() && v.later.len() >= v.rows.len());
+    assert!(weights.len() >= (v.rows.len() - 1) * stride + n);
     let sums = sums.as_mut_ptr();
     let (shrink, weights) = (shrink.as_ptr(), weights.as_ptr());
-    let blocks = n.div_ceil(VECTORS);
-    let mut i = 0;
     // SAFETY: the caller's promise; sums, shrink and weights hold vectors up to n.
     unsafe {
         blocks_of_vectors!(
@@ -226,8 +271,8 @@ pub(super) unsafe fn weigh<S: Simd, T: Element>(
                 dim,
                 shrink.add(i),
                 (weights.add(i), stride),
-                v,
-                (&mut *ahead, blocks)
+                v.of_block(i),
+                &mut *ahead
             )
         );
     }
@@ -243,8 +288,8 @@ unsafe fn weigh_block<S: Simd, T: Element, const H: usize>(
     dim: usize,
     shrink: *const f32,
     (weights, stride): (*const f32, usize),
-    v: &[*const T],
-    (ahead, blocks): (&mut Ahead<T>, usize),
+    v: Head<'_, T>,
+    ahead: &mut Ahead<'_, T>,
 ) {
     let w = (weights, stride);
     let mut at = 0;
@@ -252,32 +297,24 @@ unsafe fn weigh_block<S: Simd, T: Element, const H: usize>(
     unsafe {
         if S::MANY_REGISTERS {
             while at + 4 * S::LANES <= dim {
-                weigh_columns::<S, T, H, 4>(
-                    simd,
-                    sums,
-                    (dim, at),
-                    shrink,
-                    w,
-                    v,
-                    (&mut *ahead, blocks),
-                );
+                weigh_columns::<S, T, H, 4>(simd, sums, (dim, at), shrink, w, v, &mut *ahead);
                 at += 4 * S::LANES;
             }
         }
         while at + 2 * S::LANES <= dim {
-            weigh_columns::<S, T, H, 2>(simd, sums, (dim, at), shrink, w, v, (&mut *ahead, blocks));
+            weigh_columns::<S, T, H, 2>(simd, sums, (dim, at), shrink, w, v, &mut *ahead);
             at += 2 * S::LANES;
         }
         if at + S::LANES <= dim {
-            weigh_columns::<S, T, H, 1>(simd, sums, (dim, at), shrink, w, v, (&mut *ahead, blocks));
+            weigh_columns::<S, T, H, 1>(simd, sums, (dim, at), shrink, w, v, &mut *ahead);
             at += S::LANES;
         }
         if at < dim {
             for h in 0..H {
                 for x in at..dim {
                     let mut sum = *sums.add(h * dim + x) * *shrink.add(h);
-                    for (j, row) in v.iter().enumerate() {
-                        sum += *weights.add(j * stride + h) * (*row.add(x)).to_f32();
+                    for j in 0..v.rows.len() {
+                        sum += *weights.add(j * stride + h) * (*v.row(j).0.add(x)).to_f32();
                     }
                     *sums.add(h * dim + x) = sum;
                 }
@@ -297,10 +334,9 @@ unsafe fn weigh_columns<S: Simd, T: Element, const H: usize, const C: usize>(
     (dim, at): (usize, usize),
     shrink: *const f32,
     (mut weights, stride): (*const f32, usize),
-    v: &[*const T],
-    (ahead, blocks): (&mut Ahead<T>, usize),
+    v: Head<'_, T>,
+    ahead: &mut Ahead<'_, T>,
 ) {
-    let lines = (C * S::LANES * size_of::<T>()).div_ceil(LINE * blocks);
     let mut acc = [[simd.splat(0.0); C]; H];
     for h in 0..H {
         // SAFETY: the caller's promise.
@@ -311,10 +347,11 @@ unsafe fn weigh_columns<S: Simd, T: Element, const H: usize, const C: usize>(
             acc[h][c] = simd.mul(old, factor);
         }
     }
-    for &row in v {
+    for j in 0..v.rows.len() {
         // SAFETY: the caller's promise.
         unsafe {
-            ahead.fetch(simd, lines);
+            let (row, later) = v.row(j);
+            ahead.fetch(simd, [later], at, C * S::LANES);
             let row = row.add(at);
             let mut part = [simd.splat(0.0); C];
             if C == 1 {
@@ -345,7 +382,7 @@ unsafe fn weigh_columns<S: Simd, T: Element, const H: usize, const C: usize>(
 mod tests {
     use half::{bf16, f16};
 
-    use super::super::ahead::{Rows, TILE};
+    use super::super::ahead::TILE;
     use super::super::simd::{Isa, Task};
     use super::*;
 
@@ -381,16 +418,17 @@ mod tests {
 
             let mut out = vec![f32::NAN; TOKENS * stride];
             let pointers: Vec<*const T> = rows.iter().map(|row| row.as_ptr()).collect();
-            let tile = |row| Rows {
-                start: [pointers[row]; TILE],
-                len: dim,
+            let tiles = [pointers[0]; 2 * TILE];
+            let mut ahead = Ahead::new(&tiles, [dim, dim], blocks(n));
+            let head = Head {
+                rows: &pointers,
+                later: ahead.later(0),
+                offset: 0,
             };
-            let mut ahead = Ahead::new(&tile(0), &tile(1));
-            let four = [pointers[0], pointers[1], pointers[2], pointers[3]];
             let mut loaded = q.clone();
             loaded.chunks_exact_mut(dim).for_each(to_load_order::<S, T>);
             // SAFETY: every row holds `dim` elements.
-            unsafe { dots(simd, &loaded, dim, four, &mut ahead, &mut out, stride) };
+            unsafe { dots(simd, &loaded, dim, head, &mut ahead, &mut out, stride) };
             for j in 0..TOKENS {
                 for i in 0..n {
                     let want = (0..dim)
@@ -413,7 +451,7 @@ mod tests {
                     dim,
                     &shrink,
                     (&weights, stride),
-                    &pointers,
+                    head,
                     &mut ahead,
                 );
             }

@@ -12,6 +12,7 @@ use super::super::simd::Simd;
 use super::Out;
 use super::activations::{Activations, BLOCK};
 use super::aligned::Aligned;
+use super::dense::AHEAD;
 use super::registers::{ByteSimd, ByteTask};
 use super::tiles::{Kernel, TILE, all_rows};
 
@@ -241,6 +242,11 @@ impl<S: ByteSimd, const BITS: usize, const MINIMA: bool> Kernel<S>
                     }
                 }
                 let weights = tile.quants.as_ptr().add(block * groups * stride + lane * 4);
+                if row == 0 {
+                    for g in 0..groups {
+                        float.prefetch(weights.wrapping_add(AHEAD + g * stride));
+                    }
+                }
                 let quads = x.quants.as_ptr().add(block * BLOCK);
                 let quad = |r: usize, at: usize| -> i32 {
                     quads

@@ -12,6 +12,7 @@ use super::super::simd::Simd;
 use super::Out;
 use super::activations::{SUPER, SuperActivations};
 use super::aligned::Aligned;
+use super::dense::AHEAD;
 use super::registers::{ByteSimd, ByteTask};
 use super::tiles::{Kernel, TILE, all_rows};
 
@@ -377,6 +378,11 @@ impl<S: ByteSimd, const TOPS: usize> Kernel<S> for SuperKernel<'_, TOPS> {
                     let weights = tile.quants.as_ptr().add(at * registers * stride + lane * 4);
                     let tops = simd.load(weights);
                     let nibbles = weights.add((TOPS > 0) as usize * stride);
+                    if row == 0 {
+                        for i in 0..registers {
+                            float.prefetch(weights.wrapping_add(AHEAD + i * stride));
+                        }
+                    }
                     let quads = x_quants.as_ptr().add(at * span);
                     for g in 0..span / 8 {
                         let bytes = simd.load(nibbles.add(g * stride));

@@ -13,7 +13,8 @@ pub(super) const TILE: usize = 16;
 /// What computes the outputs of a tile.
 pub(super) trait Kernel<S: ByteSimd>: Copy {
     /// The sums of a register of outputs from `lane` on, for `ROWS` rows from `row` on. A row has
-    /// the same bits whatever `ROWS` is. Implement it with `#[inline(always)]`.
+    /// the same bits whatever `ROWS` is. The first rows ask for weights before they are needed, as
+    /// `dense` says. Implement it with `#[inline(always)]`.
     fn outputs<const ROWS: usize>(
         self,
         simd: S,
