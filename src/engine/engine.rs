@@ -18,7 +18,9 @@ use super::sampler::Sampler;
 use super::scheduler::Scheduler;
 use super::sequence::{SeqKey, Sequence};
 use crate::block::Namespace;
-use crate::cache::{AddOptions, CacheSpec, Cost, Feed, GroupSpec, Logits, PagedKvCache, Pin};
+use crate::cache::{
+    AddOptions, CacheSpec, Cost, Feed, GroupSpec, Logits, PagedKvCache, Pin, SequenceId,
+};
 use crate::error::{Error, Result};
 use crate::models::CausalLm;
 
@@ -181,19 +183,15 @@ impl<M: CausalLm + ?Sized> Engine<M> {
         request.check(&self.limits)?;
         let options = AddOptions::default().with_namespace(namespace);
         let added = self.cache.add(tokens, options)?;
-        let pin = || {
-            let chunk = self.scheduler.config.max_batch_tokens;
-            for tokens in tokens[added.cached_tokens..].chunks(chunk) {
-                let feed = Feed::new(added.id, tokens).with_logits(Logits::None);
-                let plan = self.cache.plan(&[feed])?;
-                self.model.forward(plan.tokens(), &plan)?;
-                plan.commit()?;
-            }
-            self.cache.pin(added.id)
-        };
-        let pin = pin();
-        self.cache.remove(added.id)?;
-        pin
+        let _held = Held(&self.cache, added.id);
+        let chunk = self.scheduler.config.max_batch_tokens;
+        for tokens in tokens[added.cached_tokens..].chunks(chunk) {
+            let feed = Feed::new(added.id, tokens).with_logits(Logits::None);
+            let plan = self.cache.plan(&[feed])?;
+            self.model.forward(plan.tokens(), &plan)?;
+            plan.commit()?;
+        }
+        self.cache.pin(added.id)
     }
 
     /// The figures of the engine now. Costs a walk over the block tables.
@@ -263,6 +261,15 @@ impl<M: CausalLm + ?Sized> Engine<M> {
             self.metrics.finished += 1;
             self.requests.remove(&id);
         }
+    }
+}
+
+/// A sequence that goes when its work is done, or has failed, or panicked.
+struct Held<'a>(&'a PagedKvCache, SequenceId);
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        self.0.discard(self.1);
     }
 }
 

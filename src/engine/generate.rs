@@ -1,6 +1,7 @@
 //! The loop for a caller who has all prompts at hand.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use super::engine::Engine;
 use super::output::{FinishReason, Output, Report, TokenLogprobs};
@@ -72,8 +73,9 @@ impl<M: CausalLm + ?Sized> Engine<M> {
     /// # Errors
     /// A step that fails twice ends the requests in it as
     /// [`FinishReason::Failed`](super::FinishReason::Failed). Only
-    /// [`Error::PlanOutstanding`] leaves, if somebody else holds a plan of the cache: the
-    /// requests stay then, and the next [`step`](Self::step) goes on with them.
+    /// [`Error::PlanOutstanding`] leaves, if somebody holds a plan of the cache from the start:
+    /// the requests stay then, and the next [`step`](Self::step) begins with them. For a plan
+    /// that another thread makes later it waits.
     pub fn generate(
         &mut self,
         requests: Vec<Request>,
@@ -95,13 +97,17 @@ impl<M: CausalLm + ?Sized> Engine<M> {
         }
         state.finished = state.requests - open.len();
         let mut others = Vec::new();
-        let mut failures = 0;
+        let (mut failures, mut stepped) = (0, false);
         while !open.is_empty() {
             let outputs = match self.step() {
                 Ok(outputs) => outputs,
+                // The caller's own plan will not end while it waits here; another's will.
                 Err(error @ Error::PlanOutstanding { .. }) => {
-                    self.ready.extend(others);
-                    return Err(error);
+                    if !stepped {
+                        return Err(error);
+                    }
+                    std::thread::sleep(Duration::from_millis(1));
+                    continue;
                 }
                 Err(error) => {
                     failures += 1;
@@ -111,7 +117,7 @@ impl<M: CausalLm + ?Sized> Engine<M> {
                     continue;
                 }
             };
-            failures = 0;
+            (failures, stepped) = (0, true);
             for output in outputs {
                 let Some(&place) = open.get(&output.request) else {
                     others.push(output);
