@@ -75,8 +75,8 @@ impl Cascade {
     /// whether there are any. A window of `mask` has to be wider than the whole context of a
     /// member.
     ///
-    /// Costs a sort of the page lists, and a copy of them if anything is found; memory is
-    /// reused.
+    /// Of prefixes that begin with one another, 64 are told apart. Costs a sort of the page lists,
+    /// and a copy of them if anything is found; memory is reused.
     ///
     /// # Errors
     /// [`Error::PageTable`] if a part passes the range of u32.
@@ -93,7 +93,7 @@ impl Cascade {
             page: table.block_size() as i64,
             row: i64::try_from(row_cost).unwrap_or(i64::MAX),
         };
-        if choose(&mut readers, 0, &terms) == 0 {
+        if choose(&mut readers, 0, NESTED, &terms) == 0 {
             return Ok(false);
         }
         readers.retain(|reader| reader.shared > 0);
@@ -200,12 +200,20 @@ impl Terms {
     }
 }
 
-/// Chooses the prefixes of readers that are sorted and agree in their first `depth` pages.
-/// Answers the tokens that are saved, what the rows pay taken off.
-fn choose(readers: &mut [Reader<'_>], depth: usize, terms: &Terms) -> i64 {
+/// Prefixes within prefixes that are looked for: more than conversations have, and few for the
+/// stack and for the time.
+const NESTED: usize = 64;
+
+/// Chooses the prefixes of readers that are sorted and agree in their first `depth` pages, up to
+/// `nested` of them one within the other. Answers the tokens that are saved, what the rows pay
+/// taken off.
+fn choose(readers: &mut [Reader<'_>], depth: usize, nested: usize, terms: &Terms) -> i64 {
     let [first, .., last] = &readers else {
         return 0;
     };
+    if nested == 0 {
+        return 0;
+    }
     let pairs = first.pages[depth..].iter().zip(&last.pages[depth..]);
     // Sorted, so that what the first and the last agree in all do.
     let depth = depth + pairs.take_while(|(a, b)| a == b).count();
@@ -216,7 +224,7 @@ fn choose(readers: &mut [Reader<'_>], depth: usize, terms: &Terms) -> i64 {
     };
     let apart: Vec<i64> = readers
         .chunk_by_mut(same_page)
-        .map(|part| choose(part, depth, terms))
+        .map(|part| choose(part, depth, nested - 1, terms))
         .collect();
     // A part either keeps its choice or joins the prefix of `depth` pages as a whole.
     let joined = |part: &[Reader<'_>]| -> i64 {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use candle_core::{DType, Tensor};
 use candle_paged_attn::Error;
 use candle_paged_attn::ops::{
-    AttentionOptions, Cascade, Mask, cascade_attention, paged_attention, portable,
+    AttentionOptions, Cascade, Mask, PageTable, cascade_attention, paged_attention, portable,
 };
 
 use crate::common::Rng;
@@ -159,6 +159,25 @@ fn nested_prefixes_are_chosen_by_what_they_save() {
         one(240, 1, 0, 2),
     ];
     assert_eq!(prefixes(&mixed), (16 * 16, vec![(32, 3), (192, 2)]));
+}
+
+/// Each of 2,000 contexts is a block longer than the one before it. If nothing better is found
+/// the 1,937 that have 64 blocks share these.
+#[test]
+fn a_long_chain_of_prefixes_needs_little_stack() {
+    let chain = || {
+        let pages: Vec<u32> = (0..2_001).collect();
+        let mut table = PageTable::new(16).unwrap();
+        for len in 1..=2_000 {
+            let tokens = len * 16 + 1;
+            table.push(&pages[..len + 1], 0, tokens, &[-1]).unwrap();
+        }
+        let mut cascade = Cascade::default();
+        assert!(cascade.find(&table, Mask::Causal, 0).unwrap());
+        cascade.tokens_saved()
+    };
+    let thread = std::thread::Builder::new().stack_size(256 << 10);
+    assert!(thread.spawn(chain).unwrap().join().unwrap() >= 1_936 * 64 * 16);
 }
 
 /// What each row has to save, in a table that was counted by hand: sequences as (tokens, rows,
