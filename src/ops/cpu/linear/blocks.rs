@@ -4,17 +4,14 @@
 // Index loops over small constant ranges: they unroll, and the arrays stay in registers.
 #![expect(clippy::needless_range_loop)]
 
-use std::ops::Range;
-
 use half::f16;
 
 use super::super::simd::Simd;
-use super::Out;
 use super::activations::{Activations, BLOCK};
 use super::aligned::Aligned;
 use super::dense::AHEAD;
 use super::registers::{ByteSimd, ByteTask};
-use super::tiles::{Kernel, TILE, all_rows};
+use super::tiles::{Kernel, TILE, Tiles};
 
 /// A stored format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -157,41 +154,30 @@ struct Tile<'a> {
     minima: &'a [f16],
 }
 
-/// The outputs of some tiles for all rows of `x`.
-#[derive(Clone)]
-pub(super) struct BlockTiles<'a> {
-    pub(super) weight: &'a Blocks,
-    pub(super) tiles: Range<usize>,
-    pub(super) x: &'a Activations,
-    pub(super) out: Out<'a>,
-}
-
-impl ByteTask for BlockTiles<'_> {
+impl ByteTask for Tiles<'_, Blocks, Activations> {
     #[inline(always)]
     fn run<S: ByteSimd>(self, simd: S) {
         match self.weight.format {
-            Format::Q8_0 => self.all_rows::<S, 8, false>(simd, S::BYTE_OFFSET),
-            Format::Q4_0 => self.all_rows::<S, 4, false>(simd, 8),
-            Format::Q4_1 => self.all_rows::<S, 4, true>(simd, 0),
+            Format::Q8_0 => self.run_with::<S, 8, false>(simd, S::BYTE_OFFSET),
+            Format::Q4_0 => self.run_with::<S, 4, false>(simd, 8),
+            Format::Q4_1 => self.run_with::<S, 4, true>(simd, 0),
         }
     }
 }
 
-impl BlockTiles<'_> {
+impl Tiles<'_, Blocks, Activations> {
     #[inline(always)]
-    fn all_rows<S: ByteSimd, const BITS: usize, const MINIMA: bool>(self, simd: S, offset: i32) {
+    fn run_with<S: ByteSimd, const BITS: usize, const MINIMA: bool>(self, simd: S, offset: i32) {
         let blocks = self.weight.blocks;
-        let rows = self.x.scales.len() / blocks;
-        for number in self.tiles {
-            let kernel = BlockKernel::<BITS, MINIMA> {
-                tile: self.weight.tile(number),
-                x: self.x,
-                blocks,
-                offset,
-            };
-            // SAFETY: this task alone has this tile.
-            unsafe { all_rows(simd, kernel, rows, number, self.out) };
-        }
+        self.compute(simd, self.x.scales.len() / blocks, |number| BlockKernel::<
+            BITS,
+            MINIMA,
+        > {
+            tile: self.weight.tile(number),
+            x: self.x,
+            blocks,
+            offset,
+        });
     }
 }
 

@@ -28,9 +28,11 @@ use super::element::Element;
 use super::simd::Isa;
 use activations::{Activations, BLOCK, Room, RoundSupers, SUPER, SuperActivations};
 use aligned::Plain;
-use blocks::{BlockTiles, Blocks};
+use blocks::Blocks;
 use dense::{Dense, DenseTiles};
-use superblocks::{SuperTiles, Superblocks};
+use registers::ByteTask;
+use superblocks::Superblocks;
+use tiles::Tiles;
 
 pub(crate) use blocks::Format;
 pub(crate) use superblocks::SuperFormat;
@@ -214,15 +216,7 @@ fn block_product(weight: &Blocks, x: &[f32], out: Out<'_>) {
             activations::round(&x[elements], room);
         });
     }
-    let tiles = out.width.div_ceil(tiles::TILE);
-    in_ranges(tiles, x.len() * tiles::TILE, |tiles| {
-        registers::dispatch(BlockTiles {
-            weight,
-            tiles,
-            x: &rounded,
-            out,
-        });
-    });
+    byte_product(weight, &rounded, x.len(), out);
     ROUNDED.set(rounded);
 }
 
@@ -232,16 +226,24 @@ fn super_product(weight: &Superblocks, x: &[f32], out: Out<'_>) {
         16 => round_supers::<16>(x, &mut rounded),
         _ => round_supers::<32>(x, &mut rounded),
     }
+    byte_product(weight, &rounded, x.len(), out);
+    SUPER_ROUNDED.set(rounded);
+}
+
+/// The product with `elements` rounded activations.
+fn byte_product<W: Sync, X: Sync>(weight: &W, x: &X, elements: usize, out: Out<'_>)
+where
+    for<'a> Tiles<'a, W, X>: ByteTask,
+{
     let tiles = out.width.div_ceil(tiles::TILE);
-    in_ranges(tiles, x.len() * tiles::TILE, |tiles| {
-        registers::dispatch(SuperTiles {
+    in_ranges(tiles, elements * tiles::TILE, |tiles| {
+        registers::dispatch(Tiles {
             weight,
             tiles,
-            x: &rounded,
+            x,
             out,
         });
     });
-    SUPER_ROUNDED.set(rounded);
 }
 
 fn round_supers<const SPAN: usize>(x: &[f32], rounded: &mut SuperActivations) {

@@ -4,17 +4,14 @@
 // Index loops over small constant ranges: they unroll, and the arrays stay in registers.
 #![expect(clippy::needless_range_loop)]
 
-use std::ops::Range;
-
 use half::f16;
 
 use super::super::simd::Simd;
-use super::Out;
 use super::activations::{SUPER, SuperActivations};
 use super::aligned::Aligned;
 use super::dense::AHEAD;
 use super::registers::{ByteSimd, ByteTask};
-use super::tiles::{Kernel, TILE, all_rows};
+use super::tiles::{Kernel, TILE, Tiles};
 
 /// A stored format of 256 weights with 16-bit units.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -296,41 +293,29 @@ struct Tile<'a> {
     minimum_units: &'a [f16],
 }
 
-/// The outputs of some tiles for all rows of `x`.
-#[derive(Clone)]
-pub(super) struct SuperTiles<'a> {
-    pub(super) weight: &'a Superblocks,
-    pub(super) tiles: Range<usize>,
-    pub(super) x: &'a SuperActivations,
-    pub(super) out: Out<'a>,
-}
-
-impl ByteTask for SuperTiles<'_> {
+impl ByteTask for Tiles<'_, Superblocks, SuperActivations> {
     #[inline(always)]
     fn run<S: ByteSimd>(self, simd: S) {
         match self.weight.format {
-            SuperFormat::Q4K => self.all_rows::<S, 0>(simd, -1.0),
-            SuperFormat::Q5K => self.all_rows::<S, 1>(simd, -1.0),
-            SuperFormat::Q6K => self.all_rows::<S, 2>(simd, -32.0),
+            SuperFormat::Q4K => self.run_with::<S, 0>(simd, -1.0),
+            SuperFormat::Q5K => self.run_with::<S, 1>(simd, -1.0),
+            SuperFormat::Q6K => self.run_with::<S, 2>(simd, -32.0),
         }
     }
 }
 
-impl SuperTiles<'_> {
+impl Tiles<'_, Superblocks, SuperActivations> {
     #[inline(always)]
-    fn all_rows<S: ByteSimd, const TOPS: usize>(self, simd: S, minimum_factor: f32) {
+    fn run_with<S: ByteSimd, const TOPS: usize>(self, simd: S, minimum_factor: f32) {
         let blocks = self.weight.blocks;
-        let rows = self.x.scales.len() / blocks;
-        for number in self.tiles {
-            let kernel = SuperKernel::<TOPS> {
-                tile: self.weight.tile(number),
-                x: self.x,
-                blocks,
-                minimum_factor,
-            };
-            // SAFETY: this task alone has this tile.
-            unsafe { all_rows(simd, kernel, rows, number, self.out) };
-        }
+        self.compute(simd, self.x.scales.len() / blocks, |number| SuperKernel::<
+            TOPS,
+        > {
+            tile: self.weight.tile(number),
+            x: self.x,
+            blocks,
+            minimum_factor,
+        });
     }
 }
 

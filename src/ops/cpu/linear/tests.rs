@@ -143,11 +143,14 @@ impl<W, X> Product<'_, W, X> {
     }
 }
 
-impl ByteTask for Product<'_, &Blocks, &Activations> {
+impl<W, X> ByteTask for Product<'_, &W, &X>
+where
+    for<'a> Tiles<'a, W, X>: ByteTask,
+{
     #[inline(always)]
     fn run<S: ByteSimd>(self, simd: S) {
         let mut room = self.room();
-        let tiles = BlockTiles {
+        let tiles = Tiles {
             weight: self.weight,
             tiles: 0..self.out.div_ceil(tiles::TILE),
             x: self.x,
@@ -174,8 +177,11 @@ impl<T: Element + Plain> Task for Product<'_, &Dense<T>, &[f32]> {
 }
 
 /// `[rows, out]` of every instruction set.
-fn block_products(weight: &Blocks, x: &[f32], rows: usize, out: usize) -> Vec<Vec<f32>> {
-    let (results, x) = (RefCell::default(), &rounded(x));
+fn byte_products<W, X>(weight: &W, x: &X, rows: usize, out: usize) -> Vec<Vec<f32>>
+where
+    for<'a> Tiles<'a, W, X>: ByteTask,
+{
+    let results = RefCell::default();
     registers::dispatch_to_each(Product {
         weight,
         x,
@@ -184,6 +190,10 @@ fn block_products(weight: &Blocks, x: &[f32], rows: usize, out: usize) -> Vec<Ve
         results: &results,
     });
     results.into_inner()
+}
+
+fn block_products(weight: &Blocks, x: &[f32], rows: usize, out: usize) -> Vec<Vec<f32>> {
+    byte_products(weight, &rounded(x), rows, out)
 }
 
 fn dense_products<T: Element + Plain>(

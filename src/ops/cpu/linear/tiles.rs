@@ -3,6 +3,8 @@
 // Index loops over small constant ranges: they unroll, and the arrays stay in registers.
 #![expect(clippy::needless_range_loop)]
 
+use std::ops::Range;
+
 use super::super::simd::Simd;
 use super::Out;
 use super::registers::ByteSimd;
@@ -23,36 +25,47 @@ pub(super) trait Kernel<S: ByteSimd>: Copy {
     ) -> [<S::Floats as Simd>::V; ROWS];
 }
 
-/// Writes the outputs of tile `number` of `rows` rows.
-///
-/// # Safety
-/// Nobody else writes this tile at the same time.
-#[inline(always)]
-pub(super) unsafe fn all_rows<S: ByteSimd>(
-    simd: S,
-    kernel: impl Kernel<S>,
-    rows: usize,
-    number: usize,
-    out: Out<'_>,
-) {
-    let mut row = 0;
-    while row < rows {
-        // SAFETY: the caller's promise.
-        row += unsafe {
-            match rows - row {
-                8.. if S::Floats::MANY_REGISTERS => {
-                    some_rows::<S, 8>(simd, kernel, row, number, out)
-                }
-                4.. => some_rows::<S, 4>(simd, kernel, row, number, out),
-                2.. => some_rows::<S, 2>(simd, kernel, row, number, out),
-                _ => some_rows::<S, 1>(simd, kernel, row, number, out),
+/// The outputs of some tiles of a weight for all rows of `x`.
+pub(super) struct Tiles<'a, W, X> {
+    pub(super) weight: &'a W,
+    pub(super) tiles: Range<usize>,
+    pub(super) x: &'a X,
+    pub(super) out: Out<'a>,
+}
+
+impl<W, X> Tiles<'_, W, X> {
+    /// Computes them, `rows` rows, each tile with the kernel that `kernel` makes of its number.
+    #[inline(always)]
+    pub(super) fn compute<S: ByteSimd, K: Kernel<S>>(
+        &self,
+        simd: S,
+        rows: usize,
+        kernel: impl Fn(usize) -> K,
+    ) {
+        for number in self.tiles.clone() {
+            let (kernel, out) = (kernel(number), self.out);
+            let mut row = 0;
+            while row < rows {
+                // SAFETY: this task alone has this tile.
+                row += unsafe {
+                    match rows - row {
+                        8.. if S::Floats::MANY_REGISTERS => {
+                            some_rows::<S, 8>(simd, kernel, row, number, out)
+                        }
+                        4.. => some_rows::<S, 4>(simd, kernel, row, number, out),
+                        2.. => some_rows::<S, 2>(simd, kernel, row, number, out),
+                        _ => some_rows::<S, 1>(simd, kernel, row, number, out),
+                    }
+                };
             }
-        };
+        }
     }
 }
 
+/// Writes the outputs of tile `number` of `ROWS` rows from `row` on, and answers how many.
+///
 /// # Safety
-/// As [`all_rows`].
+/// Nobody else writes this tile at the same time.
 #[inline(always)]
 unsafe fn some_rows<S: ByteSimd, const ROWS: usize>(
     simd: S,

@@ -153,32 +153,8 @@ fn rounded(format: SuperFormat, x: &[f32]) -> SuperActivations {
     rounded
 }
 
-impl ByteTask for Product<'_, &Superblocks, &SuperActivations> {
-    #[inline(always)]
-    fn run<S: ByteSimd>(self, simd: S) {
-        let mut room = self.room();
-        let tiles = SuperTiles {
-            weight: self.weight,
-            tiles: 0..self.out.div_ceil(tiles::TILE),
-            x: self.x,
-            out: Out::new(&mut room, self.out),
-        };
-        tiles.run(simd);
-        self.keep(&room);
-    }
-}
-
-/// `[rows, out]` of every instruction set.
 fn products(weight: &Superblocks, x: &[f32], rows: usize, out: usize) -> Vec<Vec<f32>> {
-    let (results, x) = (RefCell::default(), &rounded(weight.format(), x));
-    registers::dispatch_to_each(Product {
-        weight,
-        x,
-        rows,
-        out,
-        results: &results,
-    });
-    results.into_inner()
+    byte_products(weight, &rounded(weight.format(), x), rows, out)
 }
 
 /// With units of 1 and rows of small whole numbers all sums are integers that an f32 holds:
