@@ -17,8 +17,6 @@ pub(crate) trait Element: Copy + Default + Send + Sync + 'static {
     /// `dst[i] = src[i]` rounded to nearest even; equal lengths.
     fn narrow(src: &[f32], dst: &mut [Self]);
     fn to_f32(self) -> f32;
-    /// The elements as they are, if they are f32.
-    fn as_f32(elements: &[Self]) -> Option<&[f32]>;
     /// Whether [`Self::load_pair`] gives even and odd elements.
     const EVEN_ODD: bool;
     /// `S::LANES` elements from `src` on, widened in registers.
@@ -65,11 +63,6 @@ impl Element for f32 {
     #[inline(always)]
     fn to_f32(self) -> f32 {
         self
-    }
-
-    #[inline(always)]
-    fn as_f32(elements: &[Self]) -> Option<&[f32]> {
-        Some(elements)
     }
 
     const EVEN_ODD: bool = false;
@@ -119,11 +112,6 @@ macro_rules! half_element {
             #[inline(always)]
             fn to_f32(self) -> f32 {
                 $t::to_f32(self)
-            }
-
-            #[inline(always)]
-            fn as_f32(_: &[Self]) -> Option<&[f32]> {
-                None
             }
 
             const EVEN_ODD: bool = $even_odd;

@@ -22,6 +22,11 @@ use crate::ops::check::MAX_DIM;
 /// the sums of a row do not depend on the rows beside it.
 const KEYS: usize = 128;
 
+/// Elements between copied rows. The products with V go down the rows, a few columns at a time,
+/// and rows of a power of two bytes, as in the cache, would all lie in the same few sets of the
+/// first cache level.
+const PAD: usize = 16;
+
 /// Matrix rows of a block, at most.
 const WIDTH: usize = REGISTERS * MAX_LANES;
 
@@ -36,14 +41,14 @@ pub(super) fn matrix_task<T: Element>(
 ) {
     let (k_dim, v_dim) = (call.k_dim, call.v_dim);
     let lanes = (rows.len() * call.group).next_multiple_of(MAX_LANES);
-    let packed = if T::as_f32(&[]).is_some() { 0 } else { KEYS };
-    let len = lanes * (k_dim + v_dim + 2) + WIDTH * (KEYS + 1) + packed * (k_dim + v_dim);
+    let (k_len, v_len) = (KEYS * (k_dim + PAD), KEYS * (v_dim + PAD));
+    let len = lanes * (k_dim + v_dim + 2) + WIDTH * (KEYS + 1) + k_len + v_len;
     with_scratch(len, |scratch| {
         let (q, scratch) = scratch.split_at_mut(lanes * k_dim);
         let (sums, scratch) = scratch.split_at_mut(lanes * v_dim);
         let (scores, scratch) = scratch.split_at_mut(WIDTH * KEYS);
-        let (k, scratch) = scratch.split_at_mut(packed * k_dim);
-        let (v, scratch) = scratch.split_at_mut(packed * v_dim);
+        let (k, scratch) = scratch.split_at_mut(k_len);
+        let (v, scratch) = scratch.split_at_mut(v_len);
         let (max, scratch) = scratch.split_at_mut(lanes);
         let (sum, shrink) = scratch.split_at_mut(lanes);
         let matrix = Matrix {
@@ -85,9 +90,9 @@ struct Matrix<'a, T> {
     scores: &'a mut [f32],
     /// Of one block.
     shrink: &'a mut [f32],
-    /// `[KEYS, k_dim]`, if the cache is not f32.
+    /// Copied rows, `[KEYS, k_dim + PAD]`.
     k: &'a mut [f32],
-    /// `[KEYS, v_dim]`, likewise.
+    /// `[KEYS, v_dim + PAD]`
     v: &'a mut [f32],
 }
 
@@ -119,7 +124,8 @@ fn blocks<S: Simd>(lanes: usize) -> impl Iterator<Item = Block<S>> {
         let registers = match left {
             0 => return None,
             4 => 2,
-            _ => left.min(REGISTERS),
+            _ if S::MANY_REGISTERS => left.min(REGISTERS),
+            _ => left.min(2),
         };
         let block = Block {
             lane,
@@ -156,21 +162,16 @@ impl<T: Element> Rows<T> {
         &self.start[..self.len]
     }
 
-    /// The rows in f32, in `buffer` unless they are already.
+    /// Copies the rows to f32, [`PAD`] apart.
     #[inline(always)]
-    fn widen<S: Simd>(&self, simd: S, dim: usize, buffer: &mut [f32]) -> Rows<f32> {
+    fn copy<S: Simd>(&self, simd: S, dim: usize, to: &mut [f32]) -> Rows<f32> {
         let mut start = [std::ptr::null(); KEYS];
-        for (i, &row) in self.as_slice().iter().enumerate() {
+        let to = to.chunks_exact_mut(dim + PAD);
+        for ((start, to), &row) in start.iter_mut().zip(to).zip(self.as_slice()) {
             // SAFETY: `new` found `dim` elements there, and the cache outlives the call.
             let row = unsafe { std::slice::from_raw_parts(row, dim) };
-            start[i] = match T::as_f32(row) {
-                Some(row) => row.as_ptr(),
-                None => {
-                    let wide = &mut buffer[i * dim..][..dim];
-                    widen(simd, row, wide);
-                    wide.as_ptr()
-                }
-            };
+            widen(simd, row, &mut to[..dim]);
+            *start = to.as_ptr();
         }
         Rows {
             start,
@@ -217,8 +218,8 @@ impl<T: Element> Task for Matrix<'_, T> {
                 Ahead::new(next_k.as_slice(), k_dim, num_blocks),
                 Ahead::new(next_v.as_slice(), v_dim, num_blocks),
             ];
-            let k_wide = k.widen(simd, k_dim, self.k);
-            let v_wide = v.widen(simd, v_dim, self.v);
+            let k_rows = k.copy(simd, k_dim, self.k);
+            let v_rows = v.copy(simd, v_dim, self.v);
             for block in blocks::<S>(self.lanes()) {
                 let seen = self.keys(self.rows_of(&block));
                 let seen = seen.start.max(tile.start)..seen.end.min(tile.end);
@@ -226,8 +227,8 @@ impl<T: Element> Task for Matrix<'_, T> {
                     continue;
                 }
                 let part = seen.start - tile.start..seen.end - tile.start;
-                let k = &k_wide.start[part.clone()];
-                let v = &v_wide.start[part];
+                let k = &k_rows.start[part.clone()];
+                let v = &v_rows.start[part];
                 match block.registers {
                     1 => self.step::<S, 1>(simd, block, seen, k, v, &mut ahead),
                     2 => self.step::<S, 2>(simd, block, seen, k, v, &mut ahead),

@@ -2,8 +2,8 @@
 //! rows of V.
 //!
 //! In both, the lanes of a register are rows of the matrix, and a number of K or V is spread over
-//! a register and meets up to [`REGISTERS`] of them. So nothing has to be transposed, K and V are
-//! read where they are, and the softmax between the products reduces nothing across a register.
+//! a register and meets up to [`REGISTERS`] of them. So nothing has to be transposed,
+//! and the softmax between the products reduces nothing across a register.
 //! Every sum is one chain, whatever is computed beside it.
 
 // Index loops over small constant ranges: they unroll, and the arrays stay in registers.
